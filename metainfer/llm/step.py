@@ -1,0 +1,56 @@
+"""Step: what the scheduler decided for one forward pass. Plain data, no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class StepKind(StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+    MIXED = "mixed"
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceStep:
+    """The share of one sequence in a step.
+
+    Attributes:
+        state_slot: block of the SEQUENCE-scope cache kinds.
+        blocks: block table of the TOKENS-scope cache kinds.
+        start: tokens already in the cache; the rows computed are start .. start + len(token_ids).
+        token_ids: the tokens of these rows.
+        sample_rows: how many of the last rows need logits for sampling: 0 in the middle of a
+            prompt, 1 as a rule, more when drafted tokens are verified.
+        prompt_logprobs: logits of all rows are wanted, for log-probabilities of the prompt.
+        resets_state: the state slot is new to this sequence: clear it first.
+    """
+
+    request_id: str
+    state_slot: int
+    blocks: tuple[int, ...]
+    start: int
+    token_ids: tuple[int, ...]
+    sample_rows: int
+    prompt_logprobs: bool = False
+    resets_state: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One forward pass. Sequences of decode come first.
+
+    Attributes:
+        preempted: requests that lost their cache in this step and will be recomputed.
+    """
+
+    step_id: int
+    kind: StepKind
+    sequences: tuple[SequenceStep, ...]
+    num_decode_sequences: int
+    preempted: tuple[str, ...] = ()
+
+    @property
+    def num_rows(self) -> int:
+        return sum(len(s.token_ids) for s in self.sequences)

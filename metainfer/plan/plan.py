@@ -1,0 +1,105 @@
+"""Plan: every choice made before the first request, with its origin and reason.
+
+Frozen and versioned; JSON both ways; printed at start and served at /plan.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from typing import Any, Generic, TypeVar
+
+from metainfer.core.errors import UserError
+
+PLAN_VERSION = 1
+
+T = TypeVar("T")
+
+
+class Origin(StrEnum):
+    """Where a value came from, strongest first."""
+
+    FLAG = "flag"
+    FILE = "file"
+    MEASURED = "measured"
+    MODEL = "model"
+    DEFAULT = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class Value(Generic[T]):
+    """A chosen value, who chose it, and why in one sentence."""
+
+    value: T
+    origin: Origin
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The choices of a one-rank engine. Bytes are bytes, lengths are tokens.
+
+    Attributes:
+        device: "cpu" or "cuda:0".
+        compute_dtype: "float32" or "bfloat16": activations and matrix products.
+        cache_dtype: format of the latent caches, "float32" or "bfloat16".
+        tensor_parallel_size: ranks that share the model (1 here).
+        max_model_len: longest sequence, prompt and output together.
+        max_num_seqs: sequences that run at once; each owns one state slot.
+        max_num_batched_tokens: rows per step; longer prompts are prefilled in chunks.
+        num_blocks: blocks of the growing cache kinds (arch.cache_kinds.BLOCK_TOKENS tokens each).
+        draft_rows: extra ring rows for speculation (0: off).
+        weights_bytes, state_bytes, blocks_bytes, activation_bytes: the memory ledger.
+        kernel_order: backends in order of preference, "op=backend,backend;op=..."; "" = default.
+        threads: CPU threads of one step (0 on an accelerator).
+    """
+
+    device: Value[str]
+    compute_dtype: Value[str]
+    cache_dtype: Value[str]
+    tensor_parallel_size: Value[int]
+    max_model_len: Value[int]
+    max_num_seqs: Value[int]
+    max_num_batched_tokens: Value[int]
+    num_blocks: Value[int]
+    draft_rows: Value[int]
+    weights_bytes: Value[int]
+    state_bytes: Value[int]
+    blocks_bytes: Value[int]
+    activation_bytes: Value[int]
+    kernel_order: Value[str]
+    threads: Value[int]
+
+    def items(self) -> Iterator[tuple[str, Value[Any]]]:
+        for f in fields(self):
+            yield f.name, getattr(self, f.name)
+
+    def to_json(self) -> str:
+        values = {
+            name: {"value": v.value, "origin": v.origin.value, "reason": v.reason}
+            for name, v in self.items()
+        }
+        return json.dumps({"version": PLAN_VERSION, "values": values}, indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Raises UserError naming what is unknown, missing or of another version."""
+        try:
+            record = json.loads(text)
+            version, values = record["version"], dict(record["values"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError("the plan is not a JSON plan record", hint=str(error)) from error
+        if version != PLAN_VERSION:
+            raise UserError(f"the plan has version {version}, this engine reads {PLAN_VERSION}")
+        names = {f.name for f in fields(cls)}
+        for word, odd in (("unknown", set(values) - names), ("missing", names - set(values))):
+            if odd:
+                raise UserError(f"{word} plan values: {', '.join(sorted(odd))}")
+        return cls(
+            **{
+                name: Value(v["value"], Origin(v["origin"]), v["reason"])
+                for name, v in values.items()
+            }
+        )
