@@ -1,0 +1,49 @@
+"""The one file that reads the process environment, and the table of every variable.
+
+Flags win over variables. Variables of other programs (NCCL_*, OMP_*) are not read here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """One environment variable: its name, what it does, and what holds without it."""
+
+    name: str
+    help: str
+    default: str
+
+
+VARIABLES: tuple[Variable, ...] = (
+    Variable(
+        "METAINFER_API_KEY",
+        "The key that `serve` demands and that `bench serve` sends, where --api-key is not given.",
+        "no key",
+    ),
+    Variable(
+        "METAINFER_LOG_LEVEL",
+        "How much is logged to stderr: debug, info, warning or error.",
+        "info",
+    ),
+    Variable(
+        "NO_COLOR",
+        "Set to anything: no colour on the terminal (see no-color.org).",
+        "colour on a terminal",
+    ),
+)
+
+
+def read_environment() -> Mapping[str, str]:
+    """The variables of the table that are set and not empty."""
+    names = (variable.name for variable in VARIABLES)
+    return {name: value for name in names if (value := os.environ.get(name))}
+
+
+def child_environment(**changes: str) -> dict[str, str]:
+    """The whole environment with `changes` on top, to hand to a child process as it is."""
+    return {**os.environ, **changes}
