@@ -101,6 +101,7 @@ class Arch:
     eos_token_ids: tuple[int, ...]
     quantisation: Quantisation
     num_mtp_layers: int  # MTP blocks in the checkpoint; recognised, not used
+    num_dspark_stages: int = 0  # stages of the DSpark revision's drafter; recognised, not used
 
     @property
     def num_layers(self) -> int:

@@ -1,0 +1,102 @@
+"""From a directory, a config.json or a known name to the Arch record."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from metainfer.arch import deepseek_v4
+from metainfer.arch.record import Arch
+from metainfer.arch.spelling import released_spelling
+from metainfer.core.errors import CheckpointError, UserError
+
+_PARSERS: Mapping[str, Callable[[Mapping[str, Any], Mapping[str, str], str], Arch]] = {
+    deepseek_v4.FAMILY: deepseek_v4.parse,
+}
+_KNOWN_DIRECTORY = Path(__file__).parent / "known"
+_MAX_CONFIG_BYTES = 16 * 2**20
+SHIPPED = "pebble"  # the model that comes with the package, weights and all
+
+
+def known_names() -> tuple[str, ...]:
+    """Names that `read_arch` takes in place of a path."""
+    return (SHIPPED, *sorted(path.stem for path in _KNOWN_DIRECTORY.glob("*.json")))
+
+
+def read_arch(path_or_name: str | Path) -> Arch:
+    """The Arch of a checkpoint directory, a config.json file, or a known name.
+
+    Raises:
+        UserError: there is no such path or name.
+        CheckpointError: the config is not readable JSON, or not handled; every key at fault is
+            named at once.
+    """
+    path, name = _locate(path_or_name)
+    return arch_from_config(read_config(path), name)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The JSON object in the file `path`.
+
+    Raises:
+        CheckpointError: the file cannot be read, or is not a JSON object.
+    """
+    try:
+        if path.stat().st_size > _MAX_CONFIG_BYTES:
+            raise CheckpointError(f"{path} is larger than any config ({_MAX_CONFIG_BYTES} bytes)")
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path} is not valid JSON: {error}", hint="fetch the file again"
+        ) from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} holds a JSON {type(config).__name__}, not an object")
+    return config
+
+
+def arch_from_config(config: Mapping[str, Any], name: str) -> Arch:
+    """The Arch of a config; `name` is what the model is called.
+
+    Raises:
+        CheckpointError: unknown model_type, or keys that are missing, unknown or not handled.
+    """
+    canonical, spelled = released_spelling(config, name)
+    model_type = canonical.get("model_type")
+    if model_type is None and "dim" in config and "compress_ratios" in config:
+        model_type = deepseek_v4.FAMILY  # the vendor's inference config has no model_type
+    parser = _PARSERS.get(model_type) if isinstance(model_type, str) else None
+    if parser is None:
+        raise CheckpointError(
+            f"the config of {name} has model_type {model_type!r}, which metainfer does not serve",
+            hint=f"supported model types: {', '.join(_PARSERS)}",
+        )
+    return parser(canonical, spelled, name)
+
+
+def _locate(path_or_name: str | Path) -> tuple[Path, str]:
+    """The config file, and the model's name."""
+    if str(path_or_name) == SHIPPED and not Path(path_or_name).exists():
+        from metainfer.shipped import pebble_dir
+
+        return pebble_dir() / "config.json", SHIPPED
+    known = _KNOWN_DIRECTORY / f"{path_or_name}.json"
+    if str(path_or_name) in known_names() and not Path(path_or_name).exists():
+        return known, known.stem
+    path = Path(path_or_name)
+    if path.is_dir():
+        config = path / "config.json"
+        if not config.is_file():
+            raise CheckpointError(
+                f"{path} has no config.json", hint="give the directory of a whole checkpoint"
+            )
+        return config, path.resolve().name
+    if path.is_file():
+        return path, path.resolve().parent.name if path.name == "config.json" else path.stem
+    raise UserError(
+        f"there is no model at {str(path_or_name)!r}",
+        hint=f"give a checkpoint directory, or one of the known names: {', '.join(known_names())}",
+    )
