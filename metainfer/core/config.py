@@ -46,6 +46,7 @@ class Flag:
         choices: the words it takes, () for any.
         parse: turns the text into the value and raises UserError or ValueError; None: by type.
         env: the environment variable that stands in when the flag is not given, "" for none.
+        many: takes one or more values (each goes through `parse`); the field is a tuple.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Flag:
     choices: tuple[str, ...] = ()
     parse: Callable[[str], Any] | None = None
     env: str = ""
+    many: bool = False
     stability: Stability = Stability.STABLE
 
     @property
@@ -83,6 +85,7 @@ def flag(
     choices: tuple[str, ...] = (),
     parse: Callable[[str], Any] | None = None,
     env: str = "",
+    many: bool = False,
     stability: Stability = Stability.STABLE,
 ) -> Any:
     """A dataclass field that is also a flag; see `Flag` for the arguments.
@@ -90,7 +93,7 @@ def flag(
     Fields with a None default of a numeric type, or with choices, also take the word "auto",
     which is None again.
     """
-    description = Flag(name, help, aliases, unit, choices, parse, env, stability)
+    description = Flag(name, help, aliases, unit, choices, parse, env, many, stability)
     return field(default=default, metadata={_METADATA_KEY: description})
 
 
@@ -117,7 +120,7 @@ def add_flags(parser: argparse.ArgumentParser, record: type) -> None:
             )
         else:
             settings["type"] = value_parser(bound)
-            if _is_tuple(bound.kind):
+            if bound.flag.many:
                 settings["nargs"] = "+"
         if bound.flag.positional:
             settings["nargs"] = "?"
@@ -143,15 +146,20 @@ def read_flags(namespace: argparse.Namespace, record: type, environment: Mapping
             values[bound.field_name] = tuple(value) if isinstance(value, list) else value
         elif text:
             try:
-                values[bound.field_name] = value_parser(bound)(text)
+                values[bound.field_name] = _parse_variable(bound, text)
             except argparse.ArgumentTypeError as error:
                 raise UserError(f"environment variable {bound.flag.env}: {error}") from error
     return record(**values)
 
 
+def _parse_variable(bound: BoundFlag, text: str) -> Any:
+    parse = value_parser(bound)
+    return tuple(parse(word) for word in text.split()) if bound.flag.many else parse(text)
+
+
 def value_parser(bound: BoundFlag) -> Callable[[str], Any]:
     """What turns the text of one value into the value; raises argparse.ArgumentTypeError."""
-    kind = typing.get_args(bound.kind)[0] if _is_tuple(bound.kind) else bound.kind
+    kind = _item_kind(bound)
     takes_auto = bound.optional and (kind in (int, float) or bool(bound.flag.choices))
     parse = bound.flag.parse or _PARSERS.get(kind, kind)
 
@@ -197,17 +205,18 @@ def written_form(bound: BoundFlag) -> str:
     names = bound.flag.name
     if bound.kind is bool:
         return names if bound.default is False else f"{names}, --no-{names.removeprefix('--')}"
-    word = "|".join(bound.flag.choices) or (bound.flag.unit or _kind_name(bound.kind)).upper()
+    word = (
+        "|".join(bound.flag.choices) or (bound.flag.unit or _kind_name(_item_kind(bound))).upper()
+    )
     word = re.sub(r"[^A-Za-z0-9_|,=+.-]+", "_", word)
-    return f"{names} {word}{' ...' if _is_tuple(bound.kind) else ''}"
+    return f"{names} {word}{' ...' if bound.flag.many else ''}"
 
 
 def described_form(bound: BoundFlag) -> str:
     """The help with default, aliases, variable and stability behind it, in brackets."""
     notes = []
-    if bound.default not in (None, False, ()):
-        default = bound.default
-        notes.append(f"default {'on' if default is True else _shown(default)}")
+    if bound.default is not None and bound.default is not False and bound.default != ():
+        notes.append(f"default {_shown(bound)}")
     if bound.flag.aliases:
         notes.append(f"also {', '.join(bound.flag.aliases)}")
     if bound.flag.env:
@@ -217,16 +226,21 @@ def described_form(bound: BoundFlag) -> str:
     return bound.flag.help + (f" ({'; '.join(notes)})" if notes else "")
 
 
-def _shown(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+def _shown(bound: BoundFlag) -> str:
+    """The default as one would type it."""
+    if bound.default is True:
+        return "on"
+    if isinstance(bound.default, tuple):
+        return (" " if bound.flag.many else ",").join(map(_typed, bound.default))
+    return _typed(bound.default)
 
 
-def _parse_number(text: str) -> float:
-    return float(text)
+def _typed(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 _PARSERS: Mapping[Any, Callable[[str], Any]] = types.MappingProxyType(
-    {int: parse_count, float: _parse_number, str: str, Path: Path}
+    {int: parse_count, float: float, str: str, Path: Path}
 )
 
 
@@ -238,15 +252,14 @@ def _described(kind: Any) -> str:
 
 
 def _kind_name(kind: Any) -> str:
-    if _is_tuple(kind):
-        kind = typing.get_args(kind)[0]
     return {int: "n", float: "x", str: "text", Path: "path"}.get(
         kind, getattr(kind, "__name__", "")
     )
 
 
-def _is_tuple(kind: Any) -> bool:
-    return typing.get_origin(kind) is tuple
+def _item_kind(bound: BoundFlag) -> Any:
+    """`int` of a field `tuple[int, ...]` that takes many values."""
+    return typing.get_args(bound.kind)[0] if bound.flag.many else bound.kind
 
 
 def _without_none(hint: Any) -> tuple[Any, bool]:

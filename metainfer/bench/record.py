@@ -1,0 +1,91 @@
+"""What every benchmark record says besides its figures, and how a record is written."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from metainfer import __version__
+
+_PACKAGES = ("torch", "triton", "numpy", "safetensors", "tokenizers", "transformers")
+
+
+def provenance() -> dict[str, Any]:
+    """Machine, versions, commit, command line and date of this process."""
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": ["metainfer", *sys.argv[1:]],
+        "commit": commit(),
+        "versions": versions(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of metainfer, Python, the system, and the packages that are installed."""
+    found = {"metainfer": __version__, "python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found | {"system": f"{platform.system()} {platform.release()} {platform.machine()}"}
+
+
+def commit() -> str:
+    """The commit of the source tree, with "+" behind it if files differ; "unknown" outside one."""
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists():
+        return "unknown"
+    try:
+        return _git(root, "rev-parse", "HEAD") + (
+            "+" if _git(root, "status", "--porcelain") else ""
+        )
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+
+
+def write_json(path: Path, record: Mapping[str, Any]) -> None:
+    """Write a record whole or not at all. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(record, file, indent=2)
+            file.write("\n")
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns: the first one left, the others right."""
+    lines = [tuple(header), *map(tuple, rows)]
+    widths = [max(len(line[n]) for line in lines) for n in range(len(header))]
+
+    def aligned(line: Sequence[str]) -> str:
+        first, *others = (
+            cell.rjust(width) if n else cell.ljust(width)
+            for n, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        return "  ".join([first, *others]).rstrip()
+
+    rule = "  ".join("-" * width for width in widths)
+    return "\n".join([aligned(lines[0]), rule, *(aligned(line) for line in lines[1:])])
+
+
+def _git(root: Path, *arguments: str) -> str:
+    done = subprocess.run(
+        ["git", "-C", str(root), *arguments],
+        capture_output=True, text=True, timeout=10, check=True,
+    )  # fmt: skip
+    return done.stdout.strip()

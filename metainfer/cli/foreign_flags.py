@@ -1,0 +1,59 @@
+"""Flags of vLLM and SGLang that metainfer does not have, and what to do instead.
+
+Flags that it does have under their name or as an alias are not here; a test holds the two apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+_ONE_RANK = "this version runs one rank: leave it out"
+_NO_GRAPHS = "steps are not captured as graphs in this version: leave it out"
+_NO_OFFLOAD = "weights stay on one device in this version: leave it out"
+_NO_LORA = "adapters are not supported: merge them into the weights beforehand"
+_NO_SPECULATION = "speculative decoding is not in this version: leave it out"
+_NO_PREFIX_CACHE = "prefixes are not reused in this version: leave it out"
+_PARSER_BY_MODEL = "the output parser follows from the model: leave it out"
+
+FOREIGN_FLAGS: Mapping[str, str] = MappingProxyType(
+    {
+        "--attention-backend": "kernels are chosen by the plan: leave it out",
+        "--block-size": "the block size follows from the model's compression ratios: leave it out",
+        "--chat-template": "the chat encoding follows from the model: leave it out",
+        "--cpu-offload-gb": _NO_OFFLOAD,
+        "--cuda-graph-max-bs": _NO_GRAPHS,
+        "--data-parallel-size": "start one server per replica: leave it out",
+        "--disable-cuda-graph": _NO_GRAPHS,
+        "--disable-log-requests": "requests are not logged: leave it out",
+        "--disable-radix-cache": _NO_PREFIX_CACHE,
+        "--dp-size": "start one server per replica: leave it out",
+        "--enable-auto-tool-choice": "tool calls are always parsed: leave it out",
+        "--enable-chunked-prefill": "long prompts are always prefilled in chunks: leave it out",
+        "--enable-expert-parallel": _ONE_RANK,
+        "--enable-lora": _NO_LORA,
+        "--enable-prefix-caching": _NO_PREFIX_CACHE,
+        "--enforce-eager": _NO_GRAPHS,
+        "--ep-size": _ONE_RANK,
+        "--generation-config": "defaults of sampling are OpenAI's: set them in the request",
+        "--hf-overrides": "edit config.json in the checkpoint's directory",
+        "--load-format": "checkpoints are safetensors: write a random one with"
+        " `metainfer weights synth`",
+        "--lora-modules": _NO_LORA,
+        "--lora-paths": _NO_LORA,
+        "--moe-runner-backend": "kernels are chosen by the plan: leave it out",
+        "--pipeline-parallel-size": _ONE_RANK,
+        "--pp-size": _ONE_RANK,
+        "--quantization": "the format is read from the checkpoint's config.json: leave it out",
+        "--reasoning-parser": _PARSER_BY_MODEL,
+        "--revision": "name a local directory that holds the revision you want",
+        "--skip-tokenizer-init": "the tokenizer is needed: send token ids as the prompt if you"
+        " have them",
+        "--speculative-algorithm": _NO_SPECULATION,
+        "--speculative-config": _NO_SPECULATION,
+        "--swap-space": "preempted requests are recomputed, not swapped: leave it out",
+        "--tokenizer-path": "the tokenizer is read from the model's directory: leave it out",
+        "--tool-call-parser": _PARSER_BY_MODEL,
+        "--trust-remote-code": "code of a checkpoint is never run: leave it out",
+    }
+)

@@ -1,0 +1,141 @@
+"""The command `metainfer`: finds the verb, runs it, turns errors into sentences and exit codes.
+
+Exit codes: 0 done, 1 a check or measurement failed, 2 the user can mend it, 70 a bug in metainfer,
+130 interrupted, 141 the reader of stdout went away. Nothing heavy is imported before a verb runs.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from types import MappingProxyType
+from typing import NoReturn
+
+from metainfer.cli.terminal import Terminal
+from metainfer.cli.verb import Verb, asks_for_help, help_text, parse
+from metainfer.core.env import read_environment
+from metainfer.core.errors import UserError
+
+EXIT_BUG = 70
+EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
+
+VERBS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "serve": ("metainfer.cli.serve", "Serve a model over the OpenAI API"),
+        "run": ("metainfer.cli.run", "Answer one prompt and stop"),
+        "chat": ("metainfer.cli.chat", "Talk with a model in the terminal"),
+        "env": ("metainfer.cli.env", "Report on machine, versions and plan, to paste"),
+        "bench serve": ("metainfer.cli.bench_serve", "Put load on a server and measure it"),
+        "bench model": ("metainfer.cli.bench_model", "Measure this engine against transformers"),
+        "weights synth": ("metainfer.cli.weights_synth", "Write a random checkpoint of a model"),
+        "weights check": ("metainfer.cli.weights_check", "Check a checkpoint without loading it"),
+        "version": ("metainfer.cli.version", "Print the version"),
+    }
+)
+"""Name of each verb, its module (which has a `VERB`), its summary."""
+
+
+def entry() -> NoReturn:
+    """The console script."""
+    environment = read_environment()
+    terminal = Terminal.standard(environment)
+    try:
+        code = main(sys.argv[1:], terminal, environment)
+        terminal.out.flush()
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # What is still buffered can go nowhere: let the interpreter's own flush at exit succeed.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = EXIT_BROKEN_PIPE
+    # From here a second Ctrl-C ends the process without a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    sys.exit(code)
+
+
+def main(arguments: Sequence[str], terminal: Terminal, environment: Mapping[str, str]) -> int:
+    """Run one command line and return its exit code; only interruptions are raised."""
+    try:
+        return _dispatch(arguments, terminal, environment)
+    except UserError as error:
+        terminal.error(error)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        terminal.error(sentence_of_os_error(error))
+    except Exception:
+        # A bug: the traceback is what its report needs.
+        traceback.print_exc(file=terminal.err)
+        terminal.hint("this is a bug in metainfer; report it with the output of `metainfer env`")
+        return EXIT_BUG
+    return UserError.exit_code
+
+
+def _dispatch(arguments: Sequence[str], terminal: Terminal, environment: Mapping[str, str]) -> int:
+    if not arguments:
+        terminal.say(overview())
+        return UserError.exit_code
+    if arguments[0] in ("-h", "--help", "help"):
+        terminal.data(overview())
+        return 0
+    if arguments[0] in ("-V", "--version"):
+        arguments = ["version", *arguments[1:]]
+    name, rest = find_verb(arguments)
+    verb = load_verb(name)
+    if asks_for_help(rest):
+        terminal.data(help_text(verb))
+        return 0
+    return verb.run(terminal, *parse(verb, rest, environment))
+
+
+def find_verb(arguments: Sequence[str]) -> tuple[str, Sequence[str]]:
+    """The verb's full name and the arguments behind it. Raises UserError with the nearest name."""
+    for length in (2, 1):
+        name = " ".join(arguments[:length])
+        if name in VERBS:
+            return name, arguments[length:]
+    group = [name for name in VERBS if name.startswith(f"{arguments[0]} ")]
+    if group and (len(arguments) == 1 or asks_for_help(arguments[1:2])):
+        raise UserError(f"metainfer {arguments[0]} needs one of: {', '.join(group)}")
+    asked = " ".join(arguments[:2]) if group else arguments[0]
+    near = difflib.get_close_matches(asked, VERBS, n=1, cutoff=0.5)
+    hint = f"did you mean `metainfer {near[0]}`? " if near else ""
+    raise UserError(f"there is no verb '{asked}'", hint=f"{hint}metainfer --help lists all verbs")
+
+
+def load_verb(name: str) -> Verb:
+    """Import the module of one verb."""
+    verb = import_module(VERBS[name][0]).VERB
+    assert isinstance(verb, Verb)
+    return verb
+
+
+def overview() -> str:
+    """The page that `metainfer --help` prints."""
+    width = max(map(len, VERBS))
+    lines = [
+        "usage: metainfer VERB [flags]",
+        "",
+        "Mixture-of-experts inference for machines whose GPUs are linked by PCIe alone.",
+        "",
+        "verbs:",
+        *(f"  {name.ljust(width)}  {summary}" for name, (_, summary) in VERBS.items()),
+        "",
+        "`metainfer VERB --help` describes the flags of a verb. Without MODEL, verbs use the",
+        "model that ships with the package.",
+    ]
+    return "\n".join(lines)
+
+
+def sentence_of_os_error(error: OSError) -> UserError:
+    """What the operating system refused, as a sentence."""
+    reason = (error.strerror or str(error)).lower()
+    if error.filename is None:
+        return UserError(f"the operating system refused: {reason}")
+    return UserError(f"{error.filename}: {reason}")
