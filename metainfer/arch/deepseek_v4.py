@@ -49,14 +49,16 @@ _EXPECTED: dict[str, tuple[Any, ...]] = {
 }
 
 # Keys that cannot change what a forward pass computes.
+# fmt: off
 _HARMLESS = (
-    "architectures model_type transformers_version auto_map _name_or_path torch_dtype dtype "
-    "initializer_range use_cache attention_dropout pad_token_id output_router_logits "
-    "router_aux_loss_coef router_jitter_noise aux_loss_alpha seq_aux ep_size pretraining_tp "
-    "max_batch_size max_seq_len return_dict output_hidden_states output_attentions "
-    "chunk_size_feed_forward is_encoder_decoder id2label label2id problem_type "
-    "_attn_implementation"
-).split()
+    "architectures", "model_type", "transformers_version", "auto_map", "_name_or_path",
+    "torch_dtype", "dtype", "initializer_range", "use_cache", "attention_dropout", "pad_token_id",
+    "output_router_logits", "router_aux_loss_coef", "router_jitter_noise", "aux_loss_alpha",
+    "seq_aux", "ep_size", "pretraining_tp", "max_batch_size", "max_seq_len", "return_dict",
+    "output_hidden_states", "output_attentions", "chunk_size_feed_forward", "is_encoder_decoder",
+    "id2label", "label2id", "problem_type", "_attn_implementation",
+)
+# fmt: on
 
 # The drafter of the DSpark revision: recognised, its tensors (mtp.*) are not used.
 _DSPARK = (

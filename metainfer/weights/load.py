@@ -1,0 +1,163 @@
+"""Checkpoint: reads tensors of a checked directory, memory-mapped, each rank only its slices."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from metainfer.arch.manifest import MTP_PREFIX
+from metainfer.arch.record import Arch
+from metainfer.arch.split import check_split, rank_shape, split_dimension
+from metainfer.core.errors import CheckpointError
+from metainfer.weights.formats import DenseWeight, Fp4GroupWeight, Fp8BlockWeight, Weight
+from metainfer.weights.index import CheckpointIndex, TensorEntry
+from metainfer.weights.validate import find_problems, require_no_problems
+
+# Packed codes and e8m0 scales are bytes to every kernel.
+_TORCH_DTYPES = {
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.uint8,
+    "I8": torch.uint8,
+    "U8": torch.uint8,
+    "I64": torch.int64,
+}
+
+
+class Checkpoint:
+    """The tensors of one checkpoint, as one rank of `size` sees them.
+
+    Tensors are views of the mapped files where they can be (whole tensors, slices of rows): treat
+    them as read-only. They keep the mapping alive, and pages are read when first touched.
+    """
+
+    def __init__(self, index: CheckpointIndex, arch: Arch, rank: int, size: int) -> None:
+        self.index = index
+        self.arch = arch
+        self.rank = rank
+        self.size = size
+        self._mapped: dict[Path, torch.Tensor] = {}
+
+    @classmethod
+    def open(cls, directory: str | Path, arch: Arch, *, rank: int = 0, size: int = 1) -> Checkpoint:
+        """Check all files against `arch`, and read nothing else yet.
+
+        Raises:
+            CheckpointError: listing everything that is wrong.
+            UserError: `size` ranks cannot divide the model.
+        """
+        check_split(arch, size)
+        index = CheckpointIndex.read(directory)
+        require_no_problems(index.directory, arch, find_problems(index, arch))
+        return cls(index, arch, rank, size)
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """Names of the tensors that the model does not use (drafting blocks)."""
+        return tuple(name for name in self.index.entries if name.startswith(MTP_PREFIX))
+
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """This rank's slice of a tensor, on the CPU, in its stored dtype or converted to `dtype`.
+
+        Bytes (packed fp4 codes, e8m0 scales) come as uint8.
+        """
+        whole = self._whole(self._entry(name))
+        dimension = split_dimension(name)
+        if dimension is not None and self.size > 1:
+            share = whole.shape[dimension] // self.size
+            whole = whole.narrow(dimension, self.rank * share, share).contiguous()
+        return whole if dtype is None else whole.to(dtype)
+
+    def weight(self, prefix: str) -> Weight:
+        """This rank's slice of the matrix `prefix` (such as "layers.0.attn.wq_a"), quantised as it
+        is stored."""
+        codes = self.tensor(f"{prefix}.weight")
+        if f"{prefix}.scale" not in self.index.entries:
+            return DenseWeight(codes)
+        return self._quantised(codes, self.tensor(f"{prefix}.scale"))
+
+    def experts(
+        self, prefix: str, ids: Sequence[int], device: torch.device | str = "cpu"
+    ) -> tuple[Weight, Weight, Weight]:
+        """w1, w2 and w3 of the experts `ids` of `prefix` (such as "layers.3.ffn.experts").
+
+        Each is one stacked weight [E, O, I], allocated once on `device` and filled expert by
+        expert, so that no second copy exists at any time.
+        """
+        stacked = []
+        for matrix in ("w1", "w2", "w3"):
+            codes = self._stack(prefix, ids, f"{matrix}.weight", device)
+            scale_name = f"{matrix}.scale"
+            if f"{prefix}.{ids[0]}.{scale_name}" in self.index.entries:
+                scale = self._stack(prefix, ids, scale_name, device)
+                stacked.append(self._quantised(codes, scale))
+            else:
+                stacked.append(DenseWeight(codes))
+        return stacked[0], stacked[1], stacked[2]
+
+    def close(self) -> None:
+        """Drop the mappings that no tensor uses any more."""
+        self._mapped.clear()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _quantised(self, codes: torch.Tensor, scale: torch.Tensor) -> Weight:
+        if codes.dtype is torch.float8_e4m3fn:
+            return Fp8BlockWeight(codes, scale, self.arch.quantisation.fp8_block)
+        return Fp4GroupWeight(codes, scale)
+
+    def _stack(
+        self, prefix: str, ids: Sequence[int], suffix: str, device: torch.device | str
+    ) -> torch.Tensor:
+        """One tensor of all experts `ids`, [E, ...]."""
+        names = [f"{prefix}.{expert}.{suffix}" for expert in ids]
+        first = self._entry(names[0])
+        shape = rank_shape(names[0], first.shape, self.size)
+        dtype = _TORCH_DTYPES[first.dtype]
+        stack = torch.empty((len(names), *shape), dtype=dtype, device=device)
+        for slot, name in enumerate(names):
+            stack[slot].copy_(self.tensor(name))
+        return stack
+
+    def _entry(self, name: str) -> TensorEntry:
+        entry = self.index.entries.get(name)
+        if entry is None:
+            raise CheckpointError(f"{self.index.directory} has no tensor {name}")
+        return entry
+
+    def _whole(self, entry: TensorEntry) -> torch.Tensor:
+        """The whole tensor, as a view of its mapped file."""
+        data = self._file(entry.path)[entry.start : entry.stop]
+        dtype = _TORCH_DTYPES.get(entry.dtype)
+        if dtype is None:
+            raise CheckpointError(f"{entry.name} is {entry.dtype}, which metainfer does not read")
+        if entry.start % dtype.itemsize:
+            data = data.clone()  # the format does not promise alignment
+        return data.view(dtype).view(entry.shape)
+
+    def _file(self, path: Path) -> torch.Tensor:
+        """The mapped file as uint8 [bytes]. Private: a write would not reach the file."""
+        mapped = self._mapped.get(path)
+        if mapped is None:
+            try:
+                with path.open("rb") as file:
+                    pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            except OSError as error:
+                message = f"{path} cannot be mapped into memory: {error.strerror}"
+                raise CheckpointError(message) from error
+            mapped = self._mapped[path] = torch.frombuffer(pages, dtype=torch.uint8)
+        return mapped

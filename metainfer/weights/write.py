@@ -1,0 +1,172 @@
+"""Writes a checkpoint directory: shards, index and config, all or nothing.
+
+Everything is written into a directory beside the target, which takes the target's name when it is
+complete: a full disk, Ctrl-C or a crash never leaves something that looks like a checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from metainfer.arch.manifest import TensorSpec
+from metainfer.core.errors import UserError
+from metainfer.weights.index import INDEX_NAME, SINGLE_NAME
+
+DEFAULT_SHARD_BYTES = 4 * 2**30
+
+Progress = Callable[[int, int], None]  # (bytes written, bytes in all)
+Chunks = Callable[[TensorSpec], Iterable[torch.Tensor]]
+
+
+def write_safetensors(
+    directory: str | Path,
+    specs: Sequence[TensorSpec],
+    chunks: Chunks,
+    config: Mapping[str, Any],
+    *,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    progress: Progress | None = None,
+) -> Path:
+    """Write the tensors `specs` in order, shard by shard, with config.json beside them.
+
+    Args:
+        directory: must not exist, or be empty.
+        chunks: gives a tensor's data in pieces, contiguous and in order, of any dtype; their bytes
+            must add up to `spec.nbytes`. Only one piece is in memory at a time.
+        max_shard_bytes: a shard holds at least one tensor and else no more than this.
+        progress: called after every piece.
+
+    Returns:
+        The directory.
+
+    Raises:
+        UserError: the target is not empty, or cannot be written (nothing is left behind).
+    """
+    target = Path(directory).absolute()
+    total = sum(spec.nbytes for spec in specs)
+    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    try:
+        _require_room(target, total)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial.mkdir()
+        _write_all(partial, specs, chunks, config, max_shard_bytes, _reporter(progress, total))
+        partial.rename(target)
+    except OSError as error:
+        raise UserError(
+            f"the checkpoint {target} could not be written: {error.strerror}",
+            hint=f"it needs {total / 1e9:.2f} GB; choose a place with more room that you may write",
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return target
+
+
+def _require_room(target: Path, total: int) -> None:
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(
+            f"{target} exists and is not empty", hint="remove it, or choose another directory"
+        )
+    existing = next(parent for parent in target.parents if parent.exists())
+    free = shutil.disk_usage(existing).free
+    if free < total:
+        needs, has = f"{total / 1e9:.2f} GB", f"{free / 1e9:.2f} GB"
+        raise UserError(
+            f"the checkpoint needs {needs}, but {existing} has {has} free",
+            hint="choose a place with more room",
+        )
+
+
+def _write_all(
+    directory: Path,
+    specs: Sequence[TensorSpec],
+    chunks: Chunks,
+    config: Mapping[str, Any],
+    max_shard_bytes: int,
+    report: Callable[[int], None],
+) -> None:
+    shards = list(_shards(specs, max_shard_bytes))
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        file_name = SINGLE_NAME
+        if len(shards) > 1:
+            file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        with (directory / file_name).open("wb") as file:
+            file.write(_header(shard))
+            for spec in shard:
+                _write_tensor(file, spec, chunks(spec), report)
+                weight_map[spec.name] = file_name
+            file.flush()
+            os.fsync(file.fileno())
+    if len(shards) > 1:
+        total = sum(spec.nbytes for spec in specs)
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (directory / INDEX_NAME).write_text(json.dumps(index, indent=1), encoding="utf-8")
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_tensor(
+    file: BinaryIO,
+    spec: TensorSpec,
+    pieces: Iterable[torch.Tensor],
+    report: Callable[[int], None],
+) -> None:
+    written = 0
+    for piece in pieces:
+        if piece.nbytes:
+            data = piece.detach().contiguous().reshape(-1).view(torch.uint8)
+            file.write(memoryview(data.numpy()))
+        written += piece.nbytes
+        report(piece.nbytes)
+    if written != spec.nbytes:
+        raise ValueError(f"{spec.name}: {written} bytes were given for {spec.nbytes}")
+
+
+def _header(specs: Sequence[TensorSpec]) -> bytes:
+    """Length and JSON of a safetensors header, padded to 8 bytes."""
+    declared: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for spec in specs:
+        offsets = [position, position + spec.nbytes]
+        declared[spec.name] = {
+            "dtype": spec.dtype.value,
+            "shape": list(spec.shape),
+            "data_offsets": offsets,
+        }
+        position += spec.nbytes
+    text = json.dumps(declared, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _shards(specs: Sequence[TensorSpec], max_shard_bytes: int) -> Iterator[list[TensorSpec]]:
+    """Consecutive tensors, as many as fit; widest elements first within a shard, so that every
+    tensor lies aligned in its file."""
+    shard: list[TensorSpec] = []
+    filled = 0
+    for spec in specs:
+        if shard and filled + spec.nbytes > max_shard_bytes:
+            yield sorted(shard, key=lambda spec: -spec.dtype.size_bytes)
+            shard, filled = [], 0
+        shard.append(spec)
+        filled += spec.nbytes
+    if shard:
+        yield sorted(shard, key=lambda spec: -spec.dtype.size_bytes)
+
+
+def _reporter(progress: Progress | None, total: int) -> Callable[[int], None]:
+    done = 0
+
+    def report(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        if progress is not None:
+            progress(done, total)
+
+    return report
