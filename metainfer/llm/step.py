@@ -1,9 +1,15 @@
-"""Step: what the scheduler decided for one forward pass. Plain data, no torch."""
+"""Step: what the scheduler decided for one forward pass; StepOutput: what came of it.
+
+Plain data, no torch.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+
+from metainfer.core.events import TokenLogprob
+from metainfer.llm.request import Request
 
 
 class StepKind(StrEnum):
@@ -43,6 +49,8 @@ class Step:
 
     Attributes:
         preempted: requests that lost their cache in this step and will be recomputed.
+        admitted: requests that run for the first time: what the runner must know to sample them.
+        forgotten: requests that ended since the last step; the runner drops what it knows.
     """
 
     step_id: int
@@ -50,7 +58,36 @@ class Step:
     sequences: tuple[SequenceStep, ...]
     num_decode_sequences: int
     preempted: tuple[str, ...] = ()
+    admitted: tuple[Request, ...] = ()
+    forgotten: tuple[str, ...] = ()
 
     @property
     def num_rows(self) -> int:
         return sum(len(s.token_ids) for s in self.sequences)
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceOutput:
+    """What a step gave to one sequence.
+
+    Attributes:
+        token_ids: 0 to sample_rows new tokens. With drafted tokens, those that were accepted and
+            the one sampled after them.
+        logprobs: empty, or one per token.
+        prompt_logprobs: all of them, once, in the step that completes them; None otherwise.
+        error: a sentence if this sequence failed; the others of the step are not touched.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """The outputs of a step, in the order of `Step.sequences`."""
+
+    step_id: int
+    sequences: tuple[SequenceOutput, ...]

@@ -49,8 +49,10 @@ class Plan:
         max_model_len: longest sequence, prompt and output together.
         max_num_seqs: sequences that run at once; each owns one state slot.
         max_num_batched_tokens: rows per step; longer prompts are prefilled in chunks.
+        max_queued_requests: requests that may wait beyond max_num_seqs; more are refused.
         num_blocks: blocks of the growing cache kinds (arch.cache_kinds.BLOCK_TOKENS tokens each).
         draft_rows: extra ring rows for speculation (0: off).
+        weights_residency: "quantised" (as stored) or "expanded" (unpacked once, without loss).
         weights_bytes, state_bytes, blocks_bytes, activation_bytes: the memory ledger.
         kernel_order: backends in order of preference, "op=backend,backend;op=..."; "" = default.
         threads: CPU threads of one step (0 on an accelerator).
@@ -63,8 +65,10 @@ class Plan:
     max_model_len: Value[int]
     max_num_seqs: Value[int]
     max_num_batched_tokens: Value[int]
+    max_queued_requests: Value[int]
     num_blocks: Value[int]
     draft_rows: Value[int]
+    weights_residency: Value[str]
     weights_bytes: Value[int]
     state_bytes: Value[int]
     blocks_bytes: Value[int]

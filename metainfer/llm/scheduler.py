@@ -1,0 +1,398 @@
+"""Scheduler: which sequence computes how many rows in the next step, with which blocks.
+
+It knows one idea, "computed < known": rows are given to sequences until the cache holds all known
+tokens, and then a sampled token becomes known. A decoding sequence is one with a single pending
+token; a prompt, or a sequence that lost its cache, has more. Preemption drops what was computed
+and keeps what is known, so nothing is lost and recomputing it is ordinary work. No torch.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from metainfer.arch.cache_kinds import BLOCK_TOKENS
+from metainfer.core.events import EngineEvent, FinishEvent, FinishReason, PromptEvent, TokenEvent
+from metainfer.llm.admission import Limits, check_request, max_total_tokens
+from metainfer.llm.blocks import BlockPool, InvariantError, blocks_for
+from metainfer.llm.policy import Policies
+from metainfer.llm.request import Request
+from metainfer.llm.sequence import Sequence
+from metainfer.llm.step import SequenceOutput, SequenceStep, Step, StepKind, StepOutput
+
+
+@dataclass(slots=True)
+class Counters:
+    """Sums since the start. Recomputed tokens of preempted requests are not counted again."""
+
+    preemptions: int = 0
+    steps: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    finished: int = 0
+    aborted: int = 0
+    errors: int = 0
+
+
+@dataclass(slots=True)
+class _Assignment:
+    """Rows given out so far in the step that is being put together."""
+
+    left: int
+    rows: dict[Sequence, int] = field(default_factory=dict)
+    preempted: list[Sequence] = field(default_factory=list)
+
+    def give(self, sequence: Sequence, rows: int) -> None:
+        self.rows[sequence] = rows
+        self.left -= rows
+
+    def take_back(self, sequence: Sequence) -> None:
+        self.left += self.rows.pop(sequence, 0)
+        self.preempted.append(sequence)
+
+
+class Scheduler:
+    """Used by one thread. `step()` and `update()` (or `fail()`) alternate; `add()` and `abort()`
+    may come at any time between them."""
+
+    def __init__(self, limits: Limits, policies: Policies | None = None) -> None:
+        if limits.max_num_batched_tokens < 2:
+            raise InvariantError("a step needs at least 2 rows: one for prefill, one for decode")
+        self.limits = limits
+        self.counters = Counters()
+        self.pool = BlockPool(limits.num_blocks, limits.max_num_seqs)
+        self._policies = policies if policies is not None else Policies()
+        self._live: dict[str, Sequence] = {}
+        self._running: list[Sequence] = []  # in queue order, each with a slot
+        self._waiting: list[Sequence] = []  # in queue order, holding nothing
+        self._forgotten: list[str] = []
+        self._arrivals = 0
+        self._services = 0
+
+    # ---- requests ----
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._live)
+
+    def add(self, request: Request) -> None:
+        """Queue `request`. Raises RequestError if it can never be served, InvariantError if its id
+        is in use."""
+        check_request(request, self.limits)
+        if request.request_id in self._live:
+            raise InvariantError(f"request id {request.request_id} is in use")
+        sampling = request.sampling
+        ends = () if sampling.ignore_eos else self.limits.eos_token_ids
+        sequence = Sequence(
+            request,
+            self._policies.order.key(request, self._arrivals),
+            max_total_tokens(request, self.limits),
+            frozenset((*ends, *sampling.stop_token_ids)),
+        )
+        self._arrivals += 1
+        self._live[request.request_id] = sequence
+        insort(self._waiting, sequence, key=_order)
+
+    def abort(self, request_id: str) -> list[EngineEvent]:
+        """End a request in whatever state it is; its cache is free at once. Unknown: no events."""
+        sequence = self._live.get(request_id)
+        return [] if sequence is None else [self._finish(sequence, FinishReason.ABORT)]
+
+    def fail(self, step: Step, error: str) -> list[EngineEvent]:
+        """End all requests of a step that could not be computed."""
+        parts = (self._current(part) for part in step.sequences)
+        return [self._finish(s, FinishReason.ERROR, error=error) for s in parts if s is not None]
+
+    def end_all(self, reason: FinishReason, error: str | None = None) -> list[EngineEvent]:
+        """End every request."""
+        return [self._finish(s, reason, error=error) for s in list(self._live.values())]
+
+    # ---- the next step ----
+
+    def step(self) -> Step | None:
+        """The next step; None if there is no request. While there is one, there is a step."""
+        assignment = _Assignment(self.limits.max_num_batched_tokens)
+        self._serve_decodes(assignment)
+        self._serve_prefills(assignment)
+        if not assignment.rows:
+            if self._live:
+                raise InvariantError(f"none of {len(self._live)} requests could be given a row")
+            return None
+        return self._build(assignment)
+
+    def _serve_decodes(self, assignment: _Assignment) -> None:
+        """One row (and the drafted ones) for each sequence with a single pending token. Where not
+        all can have one, those served longest ago come first."""
+        decodes = [s for s in self._running if s.pending == 1]
+        for sequence in decodes if self._policies.drafter is not None else ():
+            self._draft(sequence)
+        wanted = sum(1 + len(s.drafts) for s in decodes)
+        can_admit = bool(self._waiting) and self.pool.slots.num_free > 0
+        prefill_waits = can_admit or len(decodes) < len(self._running)
+        quota = self._policies.split.decode_rows(assignment.left, prefill_waits)
+        if wanted > quota:
+            decodes.sort(key=lambda s: s.served_at)
+        for sequence in decodes:
+            if sequence.slot is None:  # gave its cache to an older one a moment ago
+                continue
+            if quota < 1 + len(sequence.drafts):
+                sequence.drafts = ()
+            rows = 1 + len(sequence.drafts)
+            if quota < rows:
+                break
+            if self._reserve(sequence, rows, assignment):
+                assignment.give(sequence, rows)
+                quota -= rows
+
+    def _draft(self, sequence: Sequence) -> None:
+        most = min(self.limits.draft_rows, sequence.max_total - len(sequence.tokens) - 1)
+        drafter = self._policies.drafter
+        sequence.drafts = drafter.propose(sequence, most) if drafter and most > 0 else ()
+
+    def _serve_prefills(self, assignment: _Assignment) -> None:
+        """Split what is left among prompts that run and prompts that can be admitted."""
+        candidates = [s for s in self._running if s.pending > 1] + self._admissible(assignment)
+        candidates.sort(key=_order)
+        shares = self._policies.split.prefill_rows([s.pending for s in candidates], assignment.left)
+        for sequence, share in zip(candidates, shares, strict=True):
+            if share == 0 or sequence in assignment.preempted:
+                continue
+            if sequence.slot is None:
+                if assignment.preempted or not self.pool.blocks.num_free:
+                    continue
+                self._admit(sequence)
+            rows = self._reserve_up_to(sequence, share, assignment)
+            if rows > 0:
+                assignment.give(sequence, rows)
+
+    def _admissible(self, assignment: _Assignment) -> list[Sequence]:
+        """Waiting sequences, in order, for which there is a slot and room for all their known
+        tokens, counting what running prompts will still need and a block for each running sequence
+        to grow into. The first that does not fit keeps those behind it waiting, or it might wait
+        for ever."""
+        if assignment.preempted:
+            return []
+        room = self.pool.blocks.num_free - sum(_missing_blocks(s) for s in self._running)
+        admissible: list[Sequence] = []
+        for sequence in self._waiting[: self.pool.slots.num_free]:
+            room -= blocks_for(len(sequence.tokens))
+            if room < len(self._running) + len(admissible):
+                break
+            admissible.append(sequence)
+        return admissible
+
+    def _admit(self, sequence: Sequence) -> None:
+        self._waiting.remove(sequence)
+        insort(self._running, sequence, key=_order)
+        (sequence.slot,) = self.pool.slots.allocate(1)
+
+    # ---- blocks ----
+
+    def _reserve(self, sequence: Sequence, rows: int, assignment: _Assignment) -> bool:
+        """Blocks for `rows` more rows, preempting others where the policy says so."""
+        missing = blocks_for(sequence.computed + rows) - len(sequence.blocks)
+        if missing <= 0:
+            return True
+        while missing > self.pool.blocks.num_free:
+            victim = self._policies.victim.choose(self._running, sequence)
+            if victim is None:
+                return False
+            self._preempt(victim)
+            assignment.take_back(victim)
+        sequence.blocks += self.pool.blocks.allocate(missing)
+        return True
+
+    def _reserve_up_to(self, sequence: Sequence, rows: int, assignment: _Assignment) -> int:
+        """Like `_reserve`, but content with fewer rows; returns how many."""
+        if self._reserve(sequence, rows, assignment):
+            return rows
+        held = len(sequence.blocks) + self.pool.blocks.num_free
+        rows = min(rows, held * BLOCK_TOKENS - sequence.computed)
+        return rows if rows > 0 and self._reserve(sequence, rows, assignment) else 0
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._running.remove(sequence)
+        self._free(sequence)
+        sequence.lose_cache()
+        insort(self._waiting, sequence, key=_order)
+        self.counters.preemptions += 1
+
+    def _free(self, sequence: Sequence) -> None:
+        self.pool.blocks.release(sequence.blocks)
+        if sequence.slot is not None:
+            self.pool.slots.release((sequence.slot,))
+
+    # ---- Step ----
+
+    def _build(self, assignment: _Assignment) -> Step:
+        step_id = self.counters.steps
+        self.counters.steps += 1
+        short: list[SequenceStep] = []
+        long: list[SequenceStep] = []
+        admitted: list[Request] = []
+        for sequence, rows in assignment.rows.items():
+            sequence.served_at = self._services
+            self._services += 1
+            if not sequence.introduced:
+                sequence.introduced = True
+                admitted.append(sequence.request)
+            part = _sequence_step(sequence, rows)
+            (short if rows <= 1 + self.limits.draft_rows else long).append(part)
+        forgotten, self._forgotten = tuple(self._forgotten), []
+        kind = StepKind.MIXED if short and long else StepKind.DECODE if short else StepKind.PREFILL
+        return Step(
+            step_id,
+            kind,
+            (*short, *long),
+            len(short),
+            tuple(s.request.request_id for s in assignment.preempted),
+            tuple(admitted),
+            forgotten,
+        )
+
+    # ---- results ----
+
+    def update(self, step: Step, output: StepOutput) -> list[EngineEvent]:
+        """Take in what the step gave; sequences that were aborted meanwhile are passed over."""
+        events: list[EngineEvent] = []
+        for part, result in zip(step.sequences, output.sequences, strict=True):
+            sequence = self._current(part)
+            if sequence is not None:
+                events.extend(self._advance(sequence, part, result))
+        return events
+
+    def _current(self, part: SequenceStep) -> Sequence | None:
+        """The sequence of `part`, if it still is where the step left it."""
+        sequence = self._live.get(part.request_id)
+        if sequence is None or sequence.slot != part.state_slot or sequence.computed != part.start:
+            return None
+        return sequence
+
+    def _advance(
+        self, sequence: Sequence, part: SequenceStep, result: SequenceOutput
+    ) -> Iterator[EngineEvent]:
+        if result.error is not None:
+            yield self._finish(sequence, FinishReason.ERROR, error=result.error)
+            return
+        # Rows of rejected drafts do not count as computed: they are written again.
+        rejected = part.sample_rows - len(result.token_ids)
+        sequence.computed += len(part.token_ids) - rejected
+        sequence.drafts = ()
+        if result.prompt_logprobs is not None:
+            sequence.wants_prompt_logprobs = False
+            yield PromptEvent(part.request_id, result.prompt_logprobs)
+        taken, finish = self._take_tokens(sequence, result.token_ids)
+        if taken:
+            logprobs = result.logprobs[:taken]
+            yield TokenEvent(part.request_id, result.token_ids[:taken], logprobs)
+        if finish is not None:
+            stop = sequence.tokens[-1] if finish is FinishReason.STOP else None
+            yield self._finish(sequence, finish, stop_token_id=stop)
+
+    def _take_tokens(
+        self, sequence: Sequence, token_ids: tuple[int, ...]
+    ) -> tuple[int, FinishReason | None]:
+        """Make tokens known up to the one that ends the sequence; (how many to report, ending).
+        A stop token is known and counted, but not reported as output."""
+        if token_ids and len(sequence.tokens) == sequence.num_prompt:
+            self.counters.prompt_tokens += sequence.num_prompt
+        for i, token_id in enumerate(token_ids):
+            sequence.tokens.append(token_id)
+            self.counters.generation_tokens += 1
+            if token_id in sequence.stop_ids:
+                return i, FinishReason.STOP
+            if len(sequence.tokens) == sequence.max_total:
+                return i + 1, FinishReason.LENGTH
+        if sequence.computed == sequence.max_total:  # max_tokens is 0
+            self.counters.prompt_tokens += sequence.num_prompt
+            return 0, FinishReason.LENGTH
+        return len(token_ids), None
+
+    def _finish(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        *,
+        stop_token_id: int | None = None,
+        error: str | None = None,
+    ) -> FinishEvent:
+        request_id = sequence.request.request_id
+        (self._waiting if sequence.slot is None else self._running).remove(sequence)
+        self._free(sequence)
+        sequence.lose_cache()
+        del self._live[request_id]
+        if sequence.introduced:
+            self._forgotten.append(request_id)
+        counters = self.counters
+        counters.aborted += reason is FinishReason.ABORT
+        counters.errors += reason is FinishReason.ERROR
+        counters.finished += reason not in (FinishReason.ABORT, FinishReason.ERROR)
+        return FinishEvent(request_id, reason, sequence.usage, stop_token_id, error)
+
+    # ---- invariants ----
+
+    def check(self) -> None:
+        """Raise InvariantError if queues, sequences and pool do not agree."""
+        for queue, runs in ((self._running, True), (self._waiting, False)):
+            if [s.order for s in queue] != sorted(s.order for s in queue):
+                raise InvariantError("a queue is out of order")
+            for sequence in queue:
+                _check_sequence(sequence, runs)
+        queued = [s.request.request_id for s in self._running + self._waiting]
+        if sorted(queued) != sorted(self._live):
+            raise InvariantError("the queues do not hold exactly the live requests")
+        self.pool.check(
+            (block for s in self._running for block in s.blocks),
+            (s.slot for s in self._running if s.slot is not None),
+        )
+
+
+def _order(sequence: Sequence) -> tuple[int, int]:
+    return sequence.order
+
+
+def _missing_blocks(sequence: Sequence) -> int:
+    """Blocks that a running sequence still needs for its known tokens."""
+    return max(0, blocks_for(len(sequence.tokens)) - len(sequence.blocks))
+
+
+def _sequence_step(sequence: Sequence, rows: int) -> SequenceStep:
+    start, end, known = sequence.computed, sequence.computed + rows, len(sequence.tokens)
+    # The row of the last known token, and those of drafts behind it, are sampled.
+    samples = end >= known and sequence.max_total > known
+    if sequence.slot is None:
+        raise InvariantError(f"request {sequence.request.request_id} runs without a slot")
+    return SequenceStep(
+        request_id=sequence.request.request_id,
+        state_slot=sequence.slot,
+        blocks=sequence.blocks,
+        start=start,
+        token_ids=(*sequence.tokens[start:end], *sequence.drafts[: max(0, end - known)]),
+        sample_rows=end - known + 1 if samples else 0,
+        prompt_logprobs=sequence.wants_prompt_logprobs and start < sequence.num_prompt,
+        resets_state=start == 0,
+    )
+
+
+def _check_sequence(sequence: Sequence, runs: bool) -> None:
+    name = sequence.request.request_id
+    if runs != (sequence.slot is not None):
+        raise InvariantError(f"request {name} is in the wrong queue")
+    if not 0 <= sequence.computed < len(sequence.tokens) <= sequence.max_total:
+        raise InvariantError(
+            f"request {name} computed {sequence.computed} of {len(sequence.tokens)} known tokens,"
+            f" at most {sequence.max_total}"
+        )
+    if sequence.computed > 0 and len(sequence.blocks) < blocks_for(sequence.computed):
+        raise InvariantError(f"request {name} lacks blocks for what it computed")
+    if not runs and (sequence.blocks or sequence.computed):
+        raise InvariantError(f"request {name} waits but holds a part of the cache")

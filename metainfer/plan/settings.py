@@ -1,0 +1,113 @@
+"""EngineSettings: what the user fixed of an engine; None leaves a value to the plan.
+
+Owns the flags and the checks that need no model and no machine; `plan.build` does the rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from metainfer.core.config import Stability, flag
+from metainfer.core.errors import UserError
+
+
+class Residency(StrEnum):
+    """How quantised matrices are kept in memory once loaded."""
+
+    QUANTISED = "quantised"  # as stored; unpacked where they are used
+    EXPANDED = "expanded"  # unpacked once into the compute dtype, without loss
+
+
+DEVICES = ("cpu", "cuda")
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """Flags of the engine. Lengths in tokens; names after vLLM, aliases after SGLang.
+
+    Raises UserError naming the flag whose value no machine and no model could serve.
+    """
+
+    device: str | None = flag("--device", "Where the model runs", choices=DEVICES)
+    dtype: str | None = flag("--dtype", "Format of activations and matrix products", choices=DTYPES)
+    kv_cache_dtype: str | None = flag(
+        "--kv-cache-dtype", "Format of the latent caches", choices=DTYPES
+    )
+    weights_residency: str | None = flag(
+        "--weights-residency",
+        "Keep quantised weights as stored, or expand them once into the compute format",
+        choices=tuple(Residency),
+        stability=Stability.EXPERIMENTAL,
+    )
+    tensor_parallel_size: int | None = flag(
+        "--tensor-parallel-size",
+        "Ranks that share the model; this version runs one",
+        aliases=("-tp", "--tp-size", "--tp"),
+        unit="ranks",
+    )
+    max_model_len: int | None = flag(
+        "--max-model-len",
+        "Longest sequence, prompt and output together",
+        aliases=("--context-length",),
+        unit="tokens",
+    )
+    max_num_seqs: int | None = flag(
+        "--max-num-seqs",
+        "Sequences that run at once",
+        aliases=("--max-running-requests",),
+        unit="n",
+    )
+    max_num_batched_tokens: int | None = flag(
+        "--max-num-batched-tokens",
+        "Tokens of one step; longer prompts are prefilled in chunks",
+        aliases=("--chunked-prefill-size",),
+        unit="tokens",
+    )
+    max_queued_requests: int | None = flag(
+        "--max-queued-requests",
+        "Requests that may wait beyond those that run; more are answered with 429",
+        unit="n",
+    )
+    memory_utilization: float | None = flag(
+        "--memory-utilization",
+        "Share of the free memory that the engine may take, above 0 and at most 1",
+        aliases=("--gpu-memory-utilization", "--mem-fraction-static"),
+        unit="share",
+    )
+    num_blocks_override: int | None = flag(
+        "--num-blocks",
+        "Cache blocks (128 tokens each), whatever the memory",
+        aliases=("--num-gpu-blocks-override",),
+        unit="blocks",
+    )
+    threads: int | None = flag("--threads", "CPU threads of one step", unit="n")
+
+    def __post_init__(self) -> None:
+        _require_choice("--device", self.device, DEVICES)
+        _require_choice("--dtype", self.dtype, DTYPES)
+        _require_choice("--kv-cache-dtype", self.kv_cache_dtype, DTYPES)
+        _require_choice("--weights-residency", self.weights_residency, tuple(Residency))
+        _require_least("--tensor-parallel-size", self.tensor_parallel_size, 1)
+        # One token of prompt and one of output.
+        _require_least("--max-model-len", self.max_model_len, 2)
+        _require_least("--max-num-seqs", self.max_num_seqs, 1)
+        # Prefill and decode each need a row of every step.
+        _require_least("--max-num-batched-tokens", self.max_num_batched_tokens, 2)
+        _require_least("--max-queued-requests", self.max_queued_requests, 0)
+        _require_least("--num-blocks", self.num_blocks_override, 1)
+        _require_least("--threads", self.threads, 1)
+        share = self.memory_utilization
+        if share is not None and not 0.0 < share <= 1.0:
+            raise UserError(f"--memory-utilization {share:g} is not above 0 and at most 1")
+
+
+def _require_choice(name: str, value: str | None, choices: tuple[str, ...]) -> None:
+    if value is not None and value not in choices:
+        raise UserError(f"{name} {value} is not one of {', '.join(choices)}")
+
+
+def _require_least(name: str, value: int | None, least: int) -> None:
+    if value is not None and value < least:
+        raise UserError(f"{name} {value} is below {least}")
