@@ -50,7 +50,7 @@ def asks_for_help(arguments: Sequence[str]) -> bool:
 
 def help_text(verb: Verb) -> str:
     """The page that `metainfer VERB --help` prints. No line depends on the terminal."""
-    usage = [row for _, record in verb.records for row, _ in help_rows(record) if row[0] == "["]
+    usage = [row for _, record in verb.records for row, _ in help_rows(record) if row[0] != "-"]
     lines = [f"usage: metainfer {' '.join([verb.name, *usage, '[flags]'])}", ""]
     lines += textwrap.wrap(verb.summary + ".", _WIDTH)
     for title, record in verb.records:

@@ -19,6 +19,9 @@ from typing import Any
 from metainfer.core.errors import UserError
 
 _METADATA_KEY = "metainfer.flag"
+REQUIRED = MISSING
+"""The default of a positional argument that must be given."""
+
 AUTO = "auto"
 """The word that leaves a value to the plan: the same as not giving the flag."""
 
@@ -73,6 +76,7 @@ class BoundFlag:
     kind: Any  # the field's type, without "| None"
     default: Any
     optional: bool  # the field may be None
+    required: bool  # there is no default
 
 
 def flag(
@@ -105,8 +109,9 @@ def bound_flags(record: type) -> Iterator[BoundFlag]:
         if description is None:
             continue
         kind, optional = _without_none(hints[f.name])
-        default = None if f.default is MISSING else f.default
-        yield BoundFlag(description, f.name, kind, default, optional)
+        required = f.default is MISSING
+        default = None if required else f.default
+        yield BoundFlag(description, f.name, kind, default, optional, required)
 
 
 def add_flags(parser: argparse.ArgumentParser, record: type) -> None:
@@ -123,9 +128,9 @@ def add_flags(parser: argparse.ArgumentParser, record: type) -> None:
             if bound.flag.many:
                 settings["nargs"] = "+"
         if bound.flag.positional:
-            settings["nargs"] = "?"
-            parser.add_argument(bound.field_name, **settings)
-            del settings["nargs"]
+            # Parsed in `read_flags`: argparse would pass the absent value through the parser.
+            del settings["type"]
+            parser.add_argument(bound.field_name, nargs="?", **settings)
             names = bound.flag.aliases
         else:
             names = (bound.flag.name, *bound.flag.aliases)
@@ -136,25 +141,31 @@ def add_flags(parser: argparse.ArgumentParser, record: type) -> None:
 def read_flags(namespace: argparse.Namespace, record: type, environment: Mapping[str, str]) -> Any:
     """An instance of `record`: flags given, else environment variables, else defaults.
 
-    Raises UserError naming the variable whose text does not parse.
+    Raises UserError naming what does not parse or is not given.
     """
     values: dict[str, Any] = {}
     for bound in bound_flags(record):
-        text = environment.get(bound.flag.env) if bound.flag.env else None
-        if hasattr(namespace, bound.field_name):
-            value = getattr(namespace, bound.field_name)
-            values[bound.field_name] = tuple(value) if isinstance(value, list) else value
-        elif text:
-            try:
-                values[bound.field_name] = _parse_variable(bound, text)
-            except argparse.ArgumentTypeError as error:
-                raise UserError(f"environment variable {bound.flag.env}: {error}") from error
+        name, value = bound.field_name, getattr(namespace, bound.field_name, None)
+        variable = environment.get(bound.flag.env) if bound.flag.env else None
+        if value is not None and bound.flag.positional:
+            values[name] = _parse_named(bound, value, bound.flag.name)
+        elif value is not None or hasattr(namespace, name):
+            values[name] = tuple(value) if isinstance(value, list) else value
+        elif variable:
+            source = f"environment variable {bound.flag.env}"
+            values[name] = _parse_named(bound, variable, source)
+        elif bound.required:
+            raise UserError(f"{bound.flag.name} is not given")
     return record(**values)
 
 
-def _parse_variable(bound: BoundFlag, text: str) -> Any:
+def _parse_named(bound: BoundFlag, text: str, source: str) -> Any:
+    """Parse the text of a value and name its source in the error."""
     parse = value_parser(bound)
-    return tuple(parse(word) for word in text.split()) if bound.flag.many else parse(text)
+    try:
+        return tuple(map(parse, text.split())) if bound.flag.many else parse(text)
+    except argparse.ArgumentTypeError as error:
+        raise UserError(f"{source}: {error}") from error
 
 
 def value_parser(bound: BoundFlag) -> Callable[[str], Any]:
@@ -201,7 +212,7 @@ def help_rows(record: type) -> Iterator[tuple[str, str]]:
 def written_form(bound: BoundFlag) -> str:
     """How help shows it: `--max-model-len TOKENS`, `--json`, `[MODEL]`."""
     if bound.flag.positional:
-        return f"[{bound.flag.name}]"
+        return bound.flag.name if bound.required else f"[{bound.flag.name}]"
     names = bound.flag.name
     if bound.kind is bool:
         return names if bound.default is False else f"{names}, --no-{names.removeprefix('--')}"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from metainfer.core.config import add_flags, flag, help_rows, parse_count, read_flags
+from metainfer.core.config import REQUIRED, add_flags, flag, help_rows, parse_count, read_flags
 from metainfer.core.errors import UserError
 
 
@@ -49,6 +50,19 @@ def test_each_kind_of_flag_is_read() -> None:
 )
 def test_the_positional_is_also_an_option(arguments: tuple[str, ...]) -> None:
     assert read(*arguments).model == "here"
+
+
+def test_a_positional_that_must_be_given_and_is_parsed() -> None:
+    @dataclass(frozen=True)
+    class Target:
+        path: Path = flag("PATH", "Where to", REQUIRED)
+
+    parser = argparse.ArgumentParser()
+    add_flags(parser, Target)
+    assert read_flags(parser.parse_args(["here"]), Target, {}) == Target(Path("here"))
+    with pytest.raises(UserError, match="PATH is not given"):
+        read_flags(parser.parse_args([]), Target, {})
+    assert [written for written, _ in help_rows(Target)] == ["PATH"]
 
 
 def test_auto_leaves_a_value_to_the_plan() -> None:
