@@ -1,0 +1,38 @@
+"""Contender: one side of `bench model`, as the worker process drives it. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+Prompts = Sequence[Sequence[int]]
+
+ENGINE = "metainfer"
+PEER_DTYPES = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """`tokens` were computed in `seconds`."""
+
+    tokens: int
+    seconds: float
+
+
+class Contender(Protocol):
+    """A loaded model that can be asked to do a piece of work. All sides count alike."""
+
+    @property
+    def dtype(self) -> str:
+        """Of activations and matrix products, such as "bfloat16"."""
+
+    def prefill(self, prompt: Sequence[int]) -> Timing:
+        """Compute one prompt, up to its first new token; the tokens counted are the prompt's."""
+
+    def decode(self, prompts: Prompts, count: int) -> Timing:
+        """Give each of the equally long prompts `count` greedy tokens. Timed from when all have
+        their first one; the tokens counted are those that come after."""
+
+    def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
+        """`count` greedy tokens after a prompt."""

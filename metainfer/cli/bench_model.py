@@ -1,0 +1,51 @@
+"""`metainfer bench model`: this engine against transformers, taking turns on one machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from metainfer.bench.model_settings import ModelLoad, ModelResults
+from metainfer.cli.terminal import Terminal
+from metainfer.cli.verb import Verb
+from metainfer.core.errors import UserError
+from metainfer.shipped import SHIPPED_MODEL, pebble_dir
+
+
+def run(terminal: Terminal, load: ModelLoad, results: ModelResults) -> int:
+    from importlib.util import find_spec
+
+    from metainfer.bench.model import measure
+    from metainfer.bench.model_report import record, text_report
+    from metainfer.bench.record import write_json
+    from metainfer.hardware.probe import probe
+
+    if find_spec("transformers") is None:
+        raise UserError(
+            "transformers, the peer, is not installed", hint="pip install 'metainfer[bench]'"
+        )
+    machine = probe()
+    directory = Path(load.model) if load.model else pebble_dir()
+    threads = load.threads or machine.cpu.physical_cores
+    with terminal.progress("turns", "turns") as progress:
+        sides = measure(load, directory, threads, progress.update, terminal.say)
+    name = load.model or SHIPPED_MODEL
+    made = record(sides, load, name, threads, json.loads(machine.to_json()))
+    if results.save_result:
+        path = results.result_dir / results.result_filename
+        write_json(path, made)
+        terminal.say(f"wrote {path}")
+    terminal.data(json.dumps(made, indent=2, default=str) if results.json else text_report(made))
+    return 0
+
+
+VERB = Verb(
+    "bench model",
+    "Measure this engine against transformers",
+    (("work", ModelLoad), ("results", ModelResults)),
+    run,
+    (
+        "metainfer bench model",
+        "metainfer bench model /data/model --rounds 9 --decode-batches 1,4,16 --save-result",
+    ),
+)
