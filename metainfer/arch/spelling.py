@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from metainfer.core.errors import CheckpointError
+
+Put = Callable[[str, Any, str], None]  # (released key, value, key as the file spells it)
 
 # Other names of the same key: the vendor's inference code first, then transformers.
 _SAME = {
@@ -61,15 +63,16 @@ def released_spelling(
     return out, {key: source for key, source in spelled.items() if key != source}
 
 
-def _from_inference(out: dict[str, Any], put: Any) -> None:
+def _from_inference(out: dict[str, Any], put: Put) -> None:
     """The inference config keeps YaRN and quantisation flat, and is a file beside config.json."""
     factor = out.pop("rope_factor", None)
     original = out.pop("original_seq_len", None)
-    betas = {key: out.pop(key) for key in ("beta_fast", "beta_slow") if key in out}
+    betas: dict[str, Any] = {key: out.pop(key) for key in ("beta_fast", "beta_slow") if key in out}
     if factor is not None and original:
-        scaling = {"factor": factor, "original_max_position_embeddings": original, **betas}
-        put("rope_scaling", {"type": "yarn", **scaling}, "rope_factor")
-        if isinstance(factor * original, int) and "max_position_embeddings" not in out:
+        scaling: dict[str, Any] = {"type": "yarn", "factor": factor, **betas}
+        scaling["original_max_position_embeddings"] = original
+        put("rope_scaling", scaling, "rope_factor")
+        if type(factor) is int and type(original) is int and "max_position_embeddings" not in out:
             put("max_position_embeddings", factor * original, "original_seq_len")
     # `dtype` defaults to fp8 in the vendor's ModelArgs, its scales to e8m0.
     dtype = out.pop("dtype", "fp8")
@@ -86,12 +89,12 @@ def _from_inference(out: dict[str, Any], put: Any) -> None:
             quantisation["scale_fmt"] = scale_fmt or "ue8m0"
         put("quantization_config", quantisation, "dtype")
     else:
-        put("torch_dtype", {"bf16": "bfloat16"}.get(dtype, dtype), "dtype")
+        put("torch_dtype", "bfloat16" if dtype == "bf16" else dtype, "dtype")
 
 
-def _from_transformers(out: dict[str, Any], put: Any) -> None:
+def _from_transformers(out: dict[str, Any], put: Put) -> None:
     """transformers names layers by type, and nests the two rotary embeddings."""
-    rates = {**_RATIO_OF_LAYER_TYPE, **(out.pop("compress_rates", None) or {})}
+    rates: dict[str, Any] = {**_RATIO_OF_LAYER_TYPE, **(out.pop("compress_rates", None) or {})}
     layer_types = out.pop("layer_types", None)
     if layer_types is not None:
         put("compress_ratios", [rates.get(kind, kind) for kind in layer_types], "layer_types")
@@ -105,16 +108,21 @@ def _from_transformers(out: dict[str, Any], put: Any) -> None:
             out["mlp_layer_types"] = routers  # not a prefix of hash layers: refused as unknown
     partial = out.pop("partial_rotary_factor", None)
     if partial is not None and "head_dim" in out:
-        put("qk_rope_head_dim", int(partial * out["head_dim"]), "partial_rotary_factor")
+        put("qk_rope_head_dim", round(partial * out["head_dim"]), "partial_rotary_factor")
     rope = out.pop("rope_parameters", None) or {}
-    main, compress = dict(rope.get("main") or {}), dict(rope.get("compress") or {})
-    if "rope_theta" in main:
-        put("rope_theta", main["rope_theta"], "rope_parameters.main.rope_theta")
-    if "rope_theta" in compress:
-        theta = compress.pop("rope_theta")
-        put("compress_rope_theta", theta, "rope_parameters.compress.rope_theta")
-    compress.pop("partial_rotary_factor", None)
-    if compress.get("rope_type", "default") != "default":
+    nested = "main" in rope or "compress" in rope
+    main = dict(rope.get("main") or {})
+    compress = dict(rope.get("compress") or {}) if nested else dict(rope)
+    for theta, part, where in (
+        ("rope_theta", main, "rope_parameters.main"),
+        ("compress_rope_theta", compress, "rope_parameters.compress"),
+    ):
+        part.pop("partial_rotary_factor", None)
+        if nested and "rope_theta" in part:
+            put(theta, part.pop("rope_theta"), f"{where}.rope_theta")
+    if main.get("rope_type", "default") != "default" or main.keys() - {"rope_type"}:
+        out["rope_parameters.main"] = main  # only a plain embedding is handled: refused as unknown
+    if compress.keys() - {"rope_type"} or compress.get("rope_type", "default") != "default":
         put("rope_scaling", compress, "rope_parameters.compress")
     # transformers counts no drafting blocks: it never instantiates them.
     if layer_types is not None and len(layer_types) == out.get("num_hidden_layers"):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from metainfer.cli.foreign_flags import FOREIGN_FLAGS
-from metainfer.core.config import add_flags, bound_flags, help_rows, read_flags
+from metainfer.core.config import add_flags, flags_of, help_rows, read_flags
 from metainfer.core.errors import UserError
 
 _WIDTH = 96
@@ -101,5 +101,5 @@ def _unknown_argument(verb: Verb, word: str) -> UserError:
 
 def _flag_names(verb: Verb) -> Iterator[str]:
     for _, record in verb.records:
-        for bound in bound_flags(record):
+        for bound in flags_of(record):
             yield from (n for n in (bound.flag.name, *bound.flag.aliases) if n.startswith("-"))

@@ -101,7 +101,7 @@ def flag(
     return field(default=default, metadata={_METADATA_KEY: description})
 
 
-def bound_flags(record: type) -> Iterator[BoundFlag]:
+def flags_of(record: type) -> Iterator[BoundFlag]:
     """The flags of a record type, in the order of its fields; other fields are passed over."""
     hints = typing.get_type_hints(record)
     for f in fields(record):
@@ -117,7 +117,7 @@ def bound_flags(record: type) -> Iterator[BoundFlag]:
 def add_flags(parser: argparse.ArgumentParser, record: type) -> None:
     """Teach `parser` the flags of `record`. Values that are not given stay out of the namespace,
     so that the record's own defaults hold and "given" can be told from "default"."""
-    for bound in bound_flags(record):
+    for bound in flags_of(record):
         settings: dict[str, Any] = {"default": argparse.SUPPRESS}
         if bound.kind is bool:
             settings["action"] = (
@@ -144,7 +144,7 @@ def read_flags(namespace: argparse.Namespace, record: type, environment: Mapping
     Raises UserError naming what does not parse or is not given.
     """
     values: dict[str, Any] = {}
-    for bound in bound_flags(record):
+    for bound in flags_of(record):
         name, value = bound.field_name, getattr(namespace, bound.field_name, None)
         variable = environment.get(bound.flag.env) if bound.flag.env else None
         if value is not None and bound.flag.positional:
@@ -205,7 +205,7 @@ def parse_count(text: str) -> int:
 
 def help_rows(record: type) -> Iterator[tuple[str, str]]:
     """(how it is written, what it does) of each flag, for help and reference pages."""
-    for bound in bound_flags(record):
+    for bound in flags_of(record):
         yield written_form(bound), described_form(bound)
 
 

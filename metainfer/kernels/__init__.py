@@ -1,0 +1,1 @@
+"""Implementations of the operations, and the registry that chooses among them."""

@@ -13,7 +13,7 @@ import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from metainfer.core.errors import CheckpointError
 
@@ -142,7 +142,7 @@ def _entry(path: Path, name: str, declared: Any, data_start: int, size: int) -> 
         raise refuse("without an object")
     dtype, shape, offsets = (declared.get(key) for key in ("dtype", "shape", "data_offsets"))
     bits = _BITS.get(dtype) if isinstance(dtype, str) else None
-    if bits is None:
+    if not isinstance(dtype, str) or bits is None:
         raise refuse(f"with the unknown dtype {reprlib.repr(dtype)}")
     if not _are_counts(shape) or len(shape) > _MAX_DIMENSIONS:
         raise refuse(f"with the shape {reprlib.repr(shape)}")
@@ -247,7 +247,7 @@ def _against_index(
     return problems
 
 
-def _are_counts(value: Any) -> bool:
+def _are_counts(value: Any) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(
         type(item) is int and 0 <= item < _MAX_COUNT for item in value
     )

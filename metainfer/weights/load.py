@@ -140,24 +140,40 @@ class Checkpoint:
         return entry
 
     def _whole(self, entry: TensorEntry) -> torch.Tensor:
-        """The whole tensor, as a view of its mapped file."""
-        data = self._file(entry.path)[entry.start : entry.stop]
-        dtype = _TORCH_DTYPES.get(entry.dtype)
-        if dtype is None:
-            raise CheckpointError(f"{entry.name} is {entry.dtype}, which metainfer does not read")
-        if entry.start % dtype.itemsize:
-            data = data.clone()  # the format does not promise alignment
-        return data.view(dtype).view(entry.shape)
-
-    def _file(self, path: Path) -> torch.Tensor:
-        """The mapped file as uint8 [bytes]. Private: a write would not reach the file."""
-        mapped = self._mapped.get(path)
+        mapped = self._mapped.get(entry.path)
         if mapped is None:
-            try:
-                with path.open("rb") as file:
-                    pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-            except OSError as error:
-                message = f"{path} cannot be mapped into memory: {error.strerror}"
-                raise CheckpointError(message) from error
-            mapped = self._mapped[path] = torch.frombuffer(pages, dtype=torch.uint8)
-        return mapped
+            mapped = self._mapped[entry.path] = _map_file(entry.path)
+        return _view(mapped, entry)
+
+
+def map_tensor(entry: TensorEntry) -> torch.Tensor:
+    """The whole tensor of `entry` as a view of its file, which stays mapped as long as the tensor
+    lives. Bytes come as uint8.
+
+    Raises:
+        CheckpointError: the file cannot be mapped, or has a dtype that metainfer does not read.
+    """
+    return _view(_map_file(entry.path), entry)
+
+
+def _view(mapped: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
+    dtype = _TORCH_DTYPES.get(entry.dtype)
+    if dtype is None:
+        raise CheckpointError(f"{entry.name} is {entry.dtype}, which metainfer does not read")
+    data = mapped[entry.start : entry.stop]
+    if data.nbytes != entry.nbytes:
+        raise CheckpointError(f"{entry.path} became shorter while it was in use")
+    if entry.start % dtype.itemsize:
+        data = data.clone()  # the format does not promise alignment
+    return data.view(dtype).view(entry.shape)
+
+
+def _map_file(path: Path) -> torch.Tensor:
+    """The mapped file as uint8 [bytes]. Private: a write would not reach the file."""
+    try:
+        with path.open("rb") as file:
+            pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    except OSError as error:
+        message = f"{path} cannot be mapped into memory: {error.strerror}"
+        raise CheckpointError(message) from error
+    return torch.frombuffer(pages, dtype=torch.uint8)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -104,17 +105,16 @@ class RandomTensors:
 
     def _table(self, spec: TensorSpec) -> _Table:
         """The values of which one is drawn for each element."""
+        build: partial[_Table]
         if spec.name.endswith(".scale"):
-            key: tuple[object, ...] = (spec.dtype, self._scale_exponent(spec))
-            build = _scale_table
+            build = partial(_scale_table, spec.dtype, self._scale_exponent(spec))
         elif spec.dtype in (DType.F8_E4M3, DType.I8):
-            key = (spec.dtype, self._code_spread(spec))
-            build = _code_table
+            build = partial(_code_table, spec.dtype, self._code_spread(spec))
         else:
-            key = (spec.dtype, *_distribution(spec))
-            build = _plain_table
+            build = partial(_plain_table, spec.dtype, *_distribution(spec))
+        key = (build.func.__name__, *build.args)
         if key not in self._tables:
-            self._tables[key] = build(*key)
+            self._tables[key] = build()
         return self._tables[key]
 
     def _scale_exponent(self, spec: TensorSpec) -> int:

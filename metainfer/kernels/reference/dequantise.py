@@ -1,0 +1,43 @@
+"""Quantised weights to fp32, plainly."""
+
+from __future__ import annotations
+
+import torch
+
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def scales_to_float(scale: torch.Tensor) -> torch.Tensor:
+    """fp32 scales as they are; uint8 bytes b as 2^(b - 127)."""
+    if scale.dtype is not torch.uint8:
+        return scale.float()
+    power = torch.exp2(scale.double() - 127).float()
+    return torch.where(scale == 255, torch.nan, power)
+
+
+def fp8_block(codes: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """e4m3 codes [..., O, I] times the scale of their block -> fp32 [..., O, I]."""
+    rows, columns = codes.shape[-2:]
+    full = scales_to_float(scale).repeat_interleave(block[0], -2).repeat_interleave(block[1], -1)
+    return codes.float() * full[..., :rows, :columns]
+
+
+def fp4_group(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """uint8 [..., O, I / 2], the even column in the low nibble, times the scale of each group of
+    columns -> fp32 [..., O, I]."""
+    magnitudes = torch.tensor(E2M1_VALUES, device=packed.device)
+    table = torch.cat([magnitudes, -magnitudes])
+    codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
+    group = codes.shape[-1] // scale.shape[-1]
+    return table[codes.long()] * scales_to_float(scale).repeat_interleave(group, -1)
+
+
+def to_float(
+    weight_format: str, tensors: tuple[torch.Tensor, ...], block: tuple[int, int]
+) -> torch.Tensor:
+    """A weight of any format -> fp32."""
+    if weight_format == "fp8_block":
+        return fp8_block(tensors[0], tensors[1], block)
+    if weight_format == "fp4_group":
+        return fp4_group(tensors[0], tensors[1])
+    return tensors[0].float()

@@ -1,0 +1,34 @@
+"""Matrix products with weights, plainly: everything in fp32, rounded at the end."""
+
+from __future__ import annotations
+
+import torch
+
+from metainfer.kernels.reference.dequantise import fp8_block, to_float
+from metainfer.kernels.reference.dtypes import TORCH_DTYPES
+from metainfer.kernels.registry import REFERENCE, Backend
+from metainfer.ops.linear import DenseCase, Fp8BlockCase, GroupedCase
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+def dense(case: DenseCase, weights: Tensors, x_TI: torch.Tensor) -> torch.Tensor:
+    return (x_TI.float() @ weights[0].float().T).to(TORCH_DTYPES[case.out_dtype])
+
+
+def fp8_block_linear(case: Fp8BlockCase, weights: Tensors, x_TI: torch.Tensor) -> torch.Tensor:
+    weight_OI = fp8_block(weights[0], weights[1], case.block)
+    return (x_TI.float() @ weight_OI.T).to(TORCH_DTYPES[case.dtype])
+
+
+def grouped(case: GroupedCase, weights: Tensors, x_TGI: torch.Tensor) -> torch.Tensor:
+    weight_GLI = to_float(case.weight_format, weights, case.block).unflatten(0, (case.groups, -1))
+    out_TGL = torch.einsum("tgi,gli->tgl", x_TGI.float(), weight_GLI)
+    return out_TGL.flatten(1).to(TORCH_DTYPES[case.dtype])
+
+
+BACKENDS = (
+    Backend("linear.dense", REFERENCE, dense),
+    Backend("linear.fp8_block", REFERENCE, fp8_block_linear),
+    Backend("linear.grouped", REFERENCE, grouped),
+)

@@ -1,0 +1,248 @@
+"""Loop: the engine thread and its two mailboxes.
+
+Requests and aborts come in through the inbox; events go out through the outbox. Everything else,
+scheduler and runner, belongs to the one thread that is in `run`. The outbox is bounded: when its
+consumer does not keep up, the loop stops making steps until it does.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from metainfer.core.errors import RequestError
+from metainfer.core.events import EngineEvent, FinishEvent, FinishReason, Usage
+from metainfer.llm.admission import check_request
+from metainfer.llm.blocks import InvariantError
+from metainfer.llm.client import EngineStats
+from metainfer.llm.request import Request
+from metainfer.llm.scheduler import Scheduler
+from metainfer.llm.step import Step, StepOutput
+
+MAX_OUTBOX_EVENTS = 65_536
+FAILURES_IN_A_ROW = 3
+"""After so many failed steps without a good one between them the engine gives up."""
+
+_log = logging.getLogger(__name__)
+
+
+class Executor(Protocol):
+    """What the loop needs of `llm.runner.Runner`."""
+
+    def execute(self, step: Step) -> StepOutput: ...
+
+    def is_fatal(self, error: Exception) -> bool: ...
+
+
+class Loop:
+    """`run` is the body of the engine thread; the other methods may be called from any thread."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        *,
+        max_outbox_events: int = MAX_OUTBOX_EVENTS,
+        check_every_step: bool = False,
+    ) -> None:
+        self._scheduler = scheduler
+        self._executor = executor
+        self._max_outbox_events = max_outbox_events
+        self._check_every_step = check_every_step
+        self._failures_in_a_row = 0
+        lock = threading.Lock()
+        self._work = threading.Condition(lock)  # for the engine thread
+        self._news = threading.Condition(lock)  # for the consumer of events
+        # Guarded by the lock:
+        self._inbox: deque[Request | str] = deque()  # requests, and ids to abort
+        self._outbox: deque[EngineEvent] = deque()
+        self._live: set[str] = set()
+        self._closing = False
+        self._closed = False
+        self._death: str | None = None
+        self._stats = self._snapshot()
+
+    # ---- from any thread ----
+
+    def submit(self, request: Request) -> None:
+        """Queue `request`. Raises RequestError if it can never be served (400), if the queue is
+        full (429), if its id is in use (400) or if the engine has stopped (503)."""
+        limits = self._scheduler.limits
+        check_request(request, limits)
+        with self._work:
+            if self._closing or self._death is not None:
+                raise RequestError(
+                    "the engine has stopped" + (f": {self._death}" if self._death else ""),
+                    code="engine_stopped",
+                    status=503,
+                    hint="restart it; its log says what happened",
+                )
+            if request.request_id in self._live:
+                raise RequestError(
+                    f"request id {request.request_id} is in use",
+                    param="request_id",
+                    code="duplicate_request_id",
+                )
+            if len(self._live) >= limits.max_num_seqs + limits.max_queued_requests:
+                raise RequestError(
+                    f"the queue is full: {limits.max_num_seqs} requests run and"
+                    f" {limits.max_queued_requests} wait at most",
+                    code="queue_full",
+                    status=429,
+                    hint="try again later, or start the engine with more --max-queued-requests",
+                )
+            self._live.add(request.request_id)
+            self._inbox.append(request)
+            self._work.notify()
+
+    def abort(self, request_id: str) -> None:
+        """End a request before the next step; ids that are not live are ignored."""
+        with self._work:
+            if request_id in self._live:
+                self._inbox.append(request_id)
+                self._work.notify()
+
+    def events(self, timeout_s: float | None = None) -> Sequence[EngineEvent]:
+        """See EngineClient. After the end of the loop: what is left, then nothing, at once."""
+        with self._news:
+            self._news.wait_for(lambda: self._outbox or self._closed, timeout_s)
+            taken = tuple(self._outbox)
+            self._outbox.clear()
+            self._work.notify()  # it may have waited for room
+            return taken
+
+    def stats(self) -> EngineStats:
+        """As of the end of the last step, but with requests in the inbox counted as waiting."""
+        with self._work:
+            stats = self._stats
+            arrived = sum(isinstance(item, Request) for item in self._inbox)
+        return replace(stats, num_waiting=stats.num_waiting + arrived)
+
+    def close(self) -> None:
+        """Ask `run` to end after the current step; requests that are not done are aborted."""
+        with self._work:
+            self._closing = True
+            self._work.notify()
+
+    # ---- the engine thread ----
+
+    def run(self) -> None:
+        """Serve until closed or dead. Does not raise: whatever happens, every request gets its
+        FinishEvent and the consumer of events is woken."""
+        try:
+            while self._receive():
+                if self._may_step():
+                    self._advance()
+                    self._check()
+        except Exception as error:
+            _log.exception("the engine thread failed")
+            self._die(f"{type(error).__name__}: {error}")
+        finally:
+            self._end()
+
+    def _receive(self) -> bool:
+        """Take in what came; wait while there is nothing to do. False: time to end."""
+        with self._work:
+            self._work.wait_for(lambda: self._closing or self._inbox or self._may_step())
+            if self._closing or self._death is not None:
+                return False
+            items = list(self._inbox)
+            self._inbox.clear()
+        for item in items:
+            if isinstance(item, Request):
+                self._scheduler.add(item)
+            else:
+                self._emit(self._scheduler.abort(item))
+        return True
+
+    def _may_step(self) -> bool:
+        return self._scheduler.has_work and len(self._outbox) < self._max_outbox_events
+
+    def _advance(self) -> None:
+        """One step."""
+        step = self._scheduler.step()
+        if step is None:
+            return
+        try:
+            output = self._executor.execute(step)
+        except Exception as error:
+            self._emit(self._step_failed(step, error))
+        else:
+            self._failures_in_a_row = 0
+            self._emit(self._scheduler.update(step, output))
+
+    def _step_failed(self, step: Step, error: Exception) -> list[EngineEvent]:
+        """End the requests of the step; others may go on, unless the device is lost or nothing
+        works any more."""
+        _log.error("step %d failed", step.step_id, exc_info=error)
+        what = f"{type(error).__name__}: {error}"
+        self._failures_in_a_row += 1
+        if self._executor.is_fatal(error):
+            self._die(f"the device failed: {what}")
+        elif self._failures_in_a_row >= FAILURES_IN_A_ROW:
+            self._die(f"{FAILURES_IN_A_ROW} steps failed in a row, the last with {what}")
+        return self._scheduler.fail(step, f"the model failed while it computed a step: {what}")
+
+    def _check(self) -> None:
+        """The books must be right whenever nothing runs; in tests after every step."""
+        if self._check_every_step or not self._scheduler.has_work:
+            self._scheduler.check()
+
+    def _emit(self, events: list[EngineEvent]) -> None:
+        stats = self._snapshot()
+        with self._news:
+            self._stats = stats
+            for event in events:
+                if isinstance(event, FinishEvent):
+                    self._live.discard(event.request_id)
+            self._outbox.extend(events)
+            if events:
+                self._news.notify()
+
+    def _die(self, why: str) -> None:
+        _log.critical("the engine has stopped: %s", why)
+        with self._work:
+            self._death = why
+
+    def _end(self) -> None:
+        """The last act: every request that is left gets its FinishEvent."""
+        reason = FinishReason.ABORT if self._death is None else FinishReason.ERROR
+        error = None if self._death is None else f"the engine has stopped: {self._death}"
+        with self._work:
+            self._closing = True
+            arrived = [item for item in self._inbox if isinstance(item, Request)]
+            self._inbox.clear()
+        try:
+            for request in arrived:
+                self._scheduler.add(request)
+            self._emit(self._scheduler.end_all(reason, error))
+        except InvariantError:
+            # The books are wrong, which is why the loop ends; what is owed is owed all the same.
+            _log.exception("requests could not be ended in order")
+        self._emit([FinishEvent(owed, reason, Usage(0, 0), error=error) for owed in self._live])
+        with self._news:
+            self._closed = True
+            self._news.notify_all()
+
+    def _snapshot(self) -> EngineStats:
+        scheduler, counters = self._scheduler, self._scheduler.counters
+        return EngineStats(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_free_blocks=scheduler.pool.blocks.num_free,
+            num_blocks=scheduler.pool.blocks.count,
+            num_free_slots=scheduler.pool.slots.num_free,
+            num_slots=scheduler.pool.slots.count,
+            num_preemptions=counters.preemptions,
+            num_steps=counters.steps,
+            prompt_tokens=counters.prompt_tokens,
+            generation_tokens=counters.generation_tokens,
+            num_finished=counters.finished,
+            num_aborted=counters.aborted,
+            num_errors=counters.errors,
+            alive=not (self._closing or self._death is not None),
+        )

@@ -1,0 +1,85 @@
+"""What an operation is: a contract that every backend fulfils, at exact cases, with a cost.
+
+No torch here: planner, coverage and documentation read these records on any machine.
+
+A case holds the static facts of one use of an op (widths, formats, constants); its other sizes
+(rows, entries) come with each call. Shapes in the contracts use one letter per dimension:
+T rows, D width, H heads, S streams, E entries or experts, K selected, W window, R rope channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one call must at least do: multiplications and additions, and bytes moved once."""
+
+    flops: float
+    bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The sizes of one call.
+
+    Attributes:
+        rows: rows of the step.
+        tokens: tokens of the sequence in the cache, seen by the last row.
+    """
+
+    rows: int
+    tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """Largest difference from the reference, absolute and relative to the largest reference value,
+    by format of the products."""
+
+    float32: float = 1e-5
+    bfloat16: float = 2e-2
+
+    def of(self, dtype: str) -> float:
+        return {"float32": self.float32, "bfloat16": self.bfloat16}[dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One operation.
+
+    Attributes:
+        name: "group.operation".
+        doc: the contract: formula, arguments and results with shapes and formats.
+        cases: uses at the shapes of real models, by model name.
+        small_cases: the same variety at sizes that tests can afford.
+        tolerance: how far a backend may be from the reference.
+        cost: the floor of a call, from its case and its load.
+        weights: names of the tensors that `prepare` takes at load; () where there is none.
+    """
+
+    name: str
+    doc: str
+    cases: dict[str, tuple[Any, ...]]
+    small_cases: tuple[Any, ...]
+    cost: Callable[[Any, Load], Cost]
+    tolerance: Tolerance = Tolerance()
+    weights: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What code runs on: "cpu", or "cuda" with a compute capability such as (9, 0)."""
+
+    type: str
+    capability: tuple[int, int] | None = None
+
+    def __str__(self) -> str:
+        if self.capability is None:
+            return self.type
+        return f"{self.type}:sm_{self.capability[0]}{self.capability[1]}"

@@ -1,0 +1,122 @@
+"""Contracts of the compressors, which pool windows of tokens into entries.
+
+A token's row of compressor state is fp32 [value | score], the position bias already in the score.
+Where windows overlap (`overlap`), value and score are two halves each, A and B, of the entry width:
+entry w mixes the A halves of window w - 1 with the B halves of window w.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from metainfer.ops.base import ELEMENT_BYTES, Cost, Load, Op, Tolerance
+
+
+@dataclass(frozen=True, slots=True)
+class CompressCase:
+    """Attributes:
+    ratio: tokens per window.
+    width: D of an entry.
+    rope_width: how many of the last channels are rotated.
+    overlap: whether an entry mixes two windows.
+    eps: of the norm.
+    dtype: format of the entries.
+    """
+
+    ratio: int
+    width: int
+    rope_width: int
+    overlap: bool
+    eps: float = 1e-6
+    dtype: str = "bfloat16"
+
+    @property
+    def row_width(self) -> int:
+        """fp32 numbers of state per token."""
+        return 2 * self.width * (2 if self.overlap else 1)
+
+    @property
+    def span(self) -> int:
+        """Tokens that one entry mixes."""
+        return self.ratio * (2 if self.overlap else 1)
+
+
+def _cost(case: CompressCase, load: Load) -> Cost:
+    entries = load.rows / case.ratio
+    numbers = load.rows * case.row_width
+    moved = 4.0 * numbers + entries * case.width * ELEMENT_BYTES[case.dtype]
+    return Cost(flops=4.0 * numbers, bytes=moved)
+
+
+_CASES = {
+    "deepseek-v4-flash": (
+        CompressCase(4, 512, 64, overlap=True),
+        CompressCase(4, 128, 64, overlap=True),
+        CompressCase(128, 512, 64, overlap=False),
+    ),
+    "pebble": (
+        CompressCase(4, 512, 64, overlap=True),
+        CompressCase(4, 128, 64, overlap=True),
+        CompressCase(128, 512, 64, overlap=False),
+    ),
+}
+_SMALL = (
+    CompressCase(4, 24, 8, overlap=True, dtype="float32"),
+    CompressCase(16, 24, 8, overlap=False, dtype="float32"),
+    CompressCase(4, 64, 32, overlap=True),
+    CompressCase(128, 32, 32, overlap=False),
+)
+
+_FORMULA = """For each channel: softmax of the scores of the entry's tokens (those of window w, and
+    where windows overlap also those of window w - 1; window -1 has no tokens), the sum of their
+    values so weighted, rounded to the case's dtype; then `norm.rms_norm` with the weight, then
+    `rope.rotate` at the position of the first token of window w."""
+
+COMPRESS = Op(
+    name="attention.compress",
+    doc=f"""Entries of consecutive windows of one sequence that are all there (prefill).
+
+    {_FORMULA}
+
+    Arguments:
+        rows_NW: fp32 [(E + overlap) * ratio, row width], the tokens of windows first_window
+            (where windows overlap: first_window - 1) up to first_window + E - 1 in order; rows
+            may lie apart.
+        first_window: number of the first window. Where windows overlap and it is 0, the first
+            `ratio` rows mean nothing and may hold anything.
+        norm_weight_D: fp32 [D].
+        rotation_ER2: fp32 [E, R / 2, 2], cosine and sine at the entries' positions.
+
+    Returns:
+        entries_ED: new, in the case's dtype.
+    """,
+    cases=_CASES,
+    small_cases=_SMALL,
+    cost=_cost,
+    tolerance=Tolerance(bfloat16=2e-2),
+)
+
+COMPRESS_DECODE = Op(
+    name="attention.compress_decode",
+    doc=f"""Entries of windows that close in a decode step, each of a sequence of its own, read
+    from the rings.
+
+    {_FORMULA}
+
+    Arguments:
+        ring_NW: fp32 [ring rows of all sequences, row width].
+        ring_rows_CS: int64 [C, span], for each entry the ring rows of its tokens in order of
+            position; -1 where there is no token (before the sequence).
+        norm_weight_D: fp32 [D].
+        rotation_CR2: fp32 [C, R / 2, 2], cosine and sine at the entries' positions.
+
+    Returns:
+        entries_CD: new, in the case's dtype.
+    """,
+    cases=_CASES,
+    small_cases=_SMALL,
+    cost=_cost,
+    tolerance=Tolerance(bfloat16=2e-2),
+)
+
+OPS = (COMPRESS, COMPRESS_DECODE)
