@@ -31,7 +31,7 @@ def sparse_prefill(
         if selected_TK is not None:
             # One column more takes the -1 of rows with fewer entries.
             chosen = torch.zeros(rows, len(entry_E) + 1, dtype=torch.bool, device=device)
-            seen_TE = seen_TE & chosen.scatter_(1, selected_TK % len(chosen[0]), True)[:, :-1]
+            seen_TE = seen_TE & chosen.scatter_(1, selected_TK % chosen.shape[1], True)[:, :-1]
         seen_TN = torch.cat([seen_TN, seen_TE], dim=1)
         keys_ND = torch.cat([keys_ND, entries_MD[entry_rows_E].float()])
     keys_TND = keys_ND.expand(rows, -1, -1)

@@ -1,0 +1,377 @@
+"""The references against a second formulation: loops, tables and complex numbers in float64."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from metainfer.kernels.builtin import builtin_registry
+from metainfer.kernels.reference.dequantise import fp4_group, fp8_block, scales_to_float
+from metainfer.kernels.registry import REFERENCE
+from metainfer.ops.catalogue import OPS
+from tests.fakes.op_checks import assert_near, index_scores, run
+from tests.fakes.op_inputs import Call, make
+
+REGISTRY = builtin_registry()
+
+
+def cases(op: str) -> list[Any]:
+    return list(OPS[op].small_cases)
+
+
+def reference(op: str, case: Any, call: Call) -> Any:
+    result = run(REGISTRY, op, REFERENCE, case, call)
+    return result if len(result) > 1 else result[0]
+
+
+def near(op: str, case: Any, ours: torch.Tensor, expected: torch.Tensor) -> None:
+    assert_near(ours, expected, OPS[op].tolerance.of(case.dtype))
+
+
+def e4m3(byte: int) -> float:
+    sign, exponent, mantissa = -1.0 if byte & 128 else 1.0, byte >> 3 & 15, byte & 7
+    if exponent == 0:
+        return sign * mantissa * 2.0**-9
+    return sign * (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+
+
+def e2m1(nibble: int) -> float:
+    sign, exponent, mantissa = -1.0 if nibble & 8 else 1.0, nibble >> 1 & 3, nibble & 1
+    return sign * (mantissa * 0.5 if exponent == 0 else (1 + mantissa / 2) * 2.0 ** (exponent - 1))
+
+
+def test_fp8_values_and_blocks() -> None:
+    codes = torch.tensor([[b for b in range(256) if b & 127 != 127]], dtype=torch.uint8)
+    scale = torch.tensor([[119, 130]], dtype=torch.uint8)
+    weight = fp8_block(codes.view(torch.float8_e4m3fn), scale, (128, 128))
+    expected = [
+        e4m3(byte) * 2.0 ** ((119 if place < 128 else 130) - 127)
+        for place, byte in enumerate(codes[0].tolist())
+    ]
+    assert weight[0].tolist() == expected
+    tall = fp8_block(codes.view(torch.float8_e4m3fn).T, scale.T.float(), (128, 128))
+    assert tall[127:129, 0].tolist() == [e4m3(128) * 119, e4m3(129) * 130]
+
+
+def test_fp4_values_and_groups() -> None:
+    packed = torch.arange(256).to(torch.uint8).view(1, -1)
+    scale = torch.arange(120, 136).to(torch.uint8).view(1, -1)
+    weight = fp4_group(packed, scale)
+    expected = [
+        e2m1(byte >> 4 * half & 15) * 2.0 ** (120 + (2 * byte + half) // 32 - 127)
+        for byte in range(256)
+        for half in (0, 1)
+    ]
+    assert weight[0].tolist() == expected
+
+
+def test_e8m0_bytes() -> None:
+    scales = scales_to_float(torch.tensor([0, 1, 127, 254, 255], dtype=torch.uint8))
+    assert scales[:4].tolist() == [2.0**-127, 2.0**-126, 1.0, 2.0**127]
+    assert scales[4].isnan()
+
+
+@pytest.mark.parametrize("case", cases("norm.rms_norm"), ids=str)
+def test_rms_norm(case: Any) -> None:
+    call = make("norm.rms_norm", case, "7 rows")
+    x_TD, weight_D = (t.double() for t in call.arguments)
+    expected = torch.stack([x / math.sqrt(x @ x / case.width + case.eps) * weight_D for x in x_TD])
+    near("norm.rms_norm", case, reference("norm.rms_norm", case, call), expected)
+
+
+def turned(case: Any, x_THD: torch.Tensor, rotation_TR2: torch.Tensor) -> torch.Tensor:
+    """The last channels as complex numbers, multiplied."""
+    kept = x_THD.shape[-1] - case.rope_width
+    pairs = torch.view_as_complex(x_THD[..., kept:].double().unflatten(-1, (-1, 2)).contiguous())
+    angle = torch.view_as_complex(rotation_TR2.double().contiguous()).unsqueeze(1)
+    angle = angle.conj() if getattr(case, "inverse", False) else angle
+    return torch.cat(
+        [x_THD[..., :kept].double(), torch.view_as_real(pairs * angle).flatten(-2)], -1
+    )
+
+
+@pytest.mark.parametrize("case", cases("rope.rotate"), ids=str)
+def test_rotate(case: Any) -> None:
+    call = make("rope.rotate", case, "7 rows")
+    expected = turned(case, *call.arguments)
+    near("rope.rotate", case, reference("rope.rotate", case, call), expected)
+
+
+@pytest.mark.parametrize("case", cases("rope.norm_rotate"), ids=str)
+def test_norm_rotate(case: Any) -> None:
+    call = make("rope.norm_rotate", case, "7 rows")
+    x_THD, weight_D, rotation_TR2 = call.arguments
+    norm = (x_THD.double().pow(2).sum(-1, keepdim=True) / case.width + case.eps).sqrt()
+    normed = x_THD.double() / norm * (1 if weight_D is None else weight_D)
+    expected = turned(case, normed, rotation_TR2)
+    near("rope.norm_rotate", case, reference("rope.norm_rotate", case, call), expected)
+
+
+@pytest.mark.parametrize("case", cases("linear.grouped"), ids=str)
+def test_grouped(case: Any) -> None:
+    call = make("linear.grouped", case, "2 rows")
+    (x_TGI,) = call.arguments
+    if case.weight_format == "fp8_block":
+        weight = fp8_block(*call.weights, case.block)
+    else:
+        weight = call.weights[0]
+    expected = torch.cat(
+        [
+            x_TGI[:, group].double()
+            @ weight[group * case.rows : (group + 1) * case.rows].double().T
+            for group in range(case.groups)
+        ],
+        dim=1,
+    )
+    near("linear.grouped", case, reference("linear.grouped", case, call), expected)
+
+
+@pytest.mark.parametrize("variant", ["3 rows", "sharp"])
+@pytest.mark.parametrize("case", cases("hc.mix"), ids=str)
+def test_mix(case: Any, variant: str) -> None:
+    call = make("hc.mix", case, variant)
+    fn_MK, base_M, scale_3 = (w.double() for w in call.weights)
+    u_TD, post_TS, comb_TSS = reference("hc.mix", case, call)
+    streams = case.streams
+    for row, stream_SD in enumerate(call.arguments[0].double()):
+        flat = stream_SD.flatten()
+        m = fn_MK @ (flat / math.sqrt(flat @ flat / len(flat) + case.norm_eps))
+        pre = (m[:streams] * scale_3[0] + base_M[:streams]).sigmoid() + case.eps
+        post = 2 * (m[streams : 2 * streams] * scale_3[1] + base_M[streams : 2 * streams]).sigmoid()
+        comb = sinkhorn((m * scale_3[2] + base_M)[2 * streams :].tolist(), case)
+        near("hc.mix", case, u_TD[row], pre @ stream_SD)
+        near("hc.mix", case, post_TS[row], post)
+        near("hc.mix", case, comb_TSS[row], torch.tensor(comb, dtype=torch.float64))
+
+
+def sinkhorn(numbers: list[float], case: Any) -> list[list[float]]:
+    """The contract's normalisation with plain numbers."""
+    size = range(case.streams)
+    comb = []
+    for i in size:
+        row = numbers[i * case.streams : (i + 1) * case.streams]
+        powers = [math.exp(c - max(row)) for c in row]
+        comb.append([power / sum(powers) + case.eps for power in powers])
+    for step in range(2 * case.iterations - 1):
+        if step % 2 == 0:
+            sums = [sum(comb[i][j] for i in size) for j in size]
+            comb = [[comb[i][j] / (sums[j] + case.eps) for j in size] for i in size]
+        else:
+            comb = [[c / (sum(row) + case.eps) for c in row] for row in comb]
+    return comb
+
+
+@pytest.mark.parametrize("case", cases("hc.expand"), ids=str)
+def test_expand(case: Any) -> None:
+    call = make("hc.expand", case, "7 rows")
+    streams_TSD, y_TD, post_TS, comb_TSS = (t.double() for t in call.arguments)
+    expected = torch.zeros_like(streams_TSD)
+    for j in range(case.streams):
+        expected[:, j] = post_TS[:, j, None] * y_TD
+        for i in range(case.streams):
+            expected[:, j] += comb_TSS[:, i, j, None] * streams_TSD[:, i]
+    near("hc.expand", case, reference("hc.expand", case, call), expected)
+
+
+@pytest.mark.parametrize("case", cases("hc.head"), ids=str)
+def test_head(case: Any) -> None:
+    call = make("hc.head", case, "7 rows")
+    fn_SK, base_S, scale_1 = (w.double() for w in call.weights)
+    rows = []
+    for stream_SD in call.arguments[0].double():
+        flat = stream_SD.flatten()
+        m = fn_SK @ (flat / math.sqrt(flat @ flat / len(flat) + case.norm_eps))
+        rows.append(((m * scale_1 + base_S).sigmoid() + case.eps) @ stream_SD)
+    near("hc.head", case, reference("hc.head", case, call), torch.stack(rows))
+
+
+def entry(case: Any, rows: list[torch.Tensor | None], weight_D: torch.Tensor) -> torch.Tensor:
+    """One pooled and normed entry, from the rows of its span (None where there is no token)."""
+    pooled = torch.zeros(case.width, dtype=torch.float64)
+    total = torch.zeros(case.width, dtype=torch.float64)
+    halves = case.row_width // 2
+    for place, row in enumerate(rows):
+        if row is None:
+            continue
+        half = case.width if case.overlap and place >= case.ratio else 0
+        value, score = (row[at + half : at + half + case.width] for at in (0, halves))
+        pooled += score.exp() * value
+        total += score.exp()
+    pooled /= total
+    return pooled / (pooled @ pooled / case.width + case.eps).sqrt() * weight_D
+
+
+@pytest.mark.parametrize("variant", ["from the start", "later"])
+@pytest.mark.parametrize("case", cases("attention.compress"), ids=str)
+def test_compress(case: Any, variant: str) -> None:
+    call = make("attention.compress", case, variant)
+    rows_NW, first, weight_D, rotation_ER2 = call.arguments
+    entries = []
+    for number in range(len(rotation_ER2)):
+        begin = number * case.ratio
+        rows = list(rows_NW[begin : begin + case.span].double())
+        if case.overlap and first + number == 0:
+            rows[: case.ratio] = [None] * case.ratio
+        entries.append(entry(case, rows, weight_D.double()))
+    expected = turned(case, torch.stack(entries)[:, None], rotation_ER2)[:, 0]
+    near("attention.compress", case, reference("attention.compress", case, call), expected)
+
+
+@pytest.mark.parametrize("case", cases("attention.compress_decode"), ids=str)
+def test_compress_decode(case: Any) -> None:
+    op = "attention.compress_decode"
+    call = make(op, case, "5 entries")
+    ring_NW, ring_rows_CS, weight_D, rotation_CR2 = call.arguments
+    entries = [
+        entry(case, [None if r < 0 else ring_NW[r].double() for r in rows], weight_D.double())
+        for rows in ring_rows_CS.tolist()
+    ]
+    expected = turned(case, torch.stack(entries)[:, None], rotation_CR2)[:, 0]
+    near(op, case, reference(op, case, call), expected)
+
+
+def chosen(case: Any, scores: list[float]) -> list[int]:
+    """The best entries by a sort of plain tuples, NaN last."""
+    order = sorted(range(len(scores)), key=lambda e: (math.isnan(scores[e]), -scores[e], e))
+    best = sorted(order[: case.topk])
+    return best + [-1] * (case.topk - len(best))
+
+
+@pytest.mark.parametrize("variant", ["67 rows", "fewer entries", "ties", "NaN"])
+@pytest.mark.parametrize("case", cases("attention.index_topk"), ids=str)
+def test_index_topk(case: Any, variant: str) -> None:
+    op = "attention.index_topk"
+    call = make(op, case, variant)
+    ids_TK, start = reference(op, case, call), call.arguments[-1]
+    for row, scores_E in enumerate(index_scores(case, call).tolist()):
+        assert ids_TK[row].tolist() == chosen(case, scores_E[: (start + row + 1) // case.ratio])
+
+
+@pytest.mark.parametrize("variant", ["8 rows", "few entries", "ties", "NaN"])
+@pytest.mark.parametrize("case", cases("attention.index_topk_decode"), ids=str)
+def test_index_topk_decode(case: Any, variant: str) -> None:
+    op = "attention.index_topk_decode"
+    call = make(op, case, variant)
+    seen_T = (call.arguments[3] >= 0).sum(1).tolist()
+    ids_TK = reference(op, case, call)
+    for row, scores_E in enumerate(index_scores(case, call).tolist()):
+        assert ids_TK[row].tolist() == chosen(case, scores_E[: seen_T[row]])
+
+
+def attend(case: Any, q_HD: torch.Tensor, keys: list[torch.Tensor], sink_H: torch.Tensor) -> Any:
+    """One row, key after key."""
+    outputs = []
+    for head in range(case.heads):
+        scores = [float(q_HD[head] @ key) * case.width**-0.5 for key in keys]
+        most = max([*scores, float(sink_H[head])])
+        total = math.exp(float(sink_H[head]) - most) + sum(math.exp(s - most) for s in scores)
+        output = torch.zeros(case.width, dtype=torch.float64)
+        for score, key in zip(scores, keys, strict=True):
+            output += math.exp(score - most) / total * key
+        outputs.append(output)
+    return torch.stack(outputs)
+
+
+@pytest.mark.parametrize("variant", ["67 rows", "start", "long halo", "all entries", "sharp"])
+@pytest.mark.parametrize("case", cases("attention.sparse_prefill"), ids=str)
+def test_sparse_prefill(case: Any, variant: str) -> None:
+    op = "attention.sparse_prefill"
+    call = make(op, case, variant)
+    q_THD, latents_ND, start, sink_H, entries_MD, entry_rows_E, selected_TK = call.arguments
+    first = start + len(q_THD) - len(latents_ND)
+    out_THD = reference(op, case, call)
+    expected = []
+    for row, q_HD in enumerate(q_THD.double()):
+        position = start + row
+        keys = [
+            latents_ND[at - first].double()
+            for at in range(max(0, position - case.window + 1), position + 1)
+        ]
+        if entries_MD is not None:
+            numbers = range((position + 1) // case.ratio)
+            if selected_TK is not None:
+                numbers = [e for e in selected_TK[row].tolist() if e >= 0]
+            keys += [entries_MD[entry_rows_E[e]].double() for e in numbers]
+        expected.append(attend(case, q_HD, keys, sink_H))
+    near(op, case, out_THD, torch.stack(expected))
+
+
+@pytest.mark.parametrize("variant", ["8 rows", "full lists", "sharp"])
+@pytest.mark.parametrize("case", cases("attention.sparse_decode"), ids=str)
+def test_sparse_decode(case: Any, variant: str) -> None:
+    op = "attention.sparse_decode"
+    call = make(op, case, variant)
+    q_THD, ring_ND, window_rows_TW, sink_H, entries_MD, entry_rows_TK = call.arguments
+    expected = []
+    for row, q_HD in enumerate(q_THD.double()):
+        keys = [ring_ND[r].double() for r in window_rows_TW[row].tolist() if r >= 0]
+        if entries_MD is not None:
+            keys += [entries_MD[r].double() for r in entry_rows_TK[row].tolist() if r >= 0]
+        expected.append(attend(case, q_HD, keys, sink_H))
+    near(op, case, reference(op, case, call), torch.stack(expected))
+
+
+@pytest.mark.parametrize("case", cases("moe.route_learned"), ids=str)
+def test_routes(case: Any) -> None:
+    call = make("moe.route_learned", case, "7 rows")
+    (gate_ED, bias_E), (x_TD,) = call.weights, call.arguments
+    ids_TK, weights_TK = reference("moe.route_learned", case, call)
+    scores_TE = (1 + (x_TD.double() @ gate_ED.double().T).exp()).log().sqrt()
+    for row, scores_E in enumerate(scores_TE):
+        biased = (scores_E + bias_E).tolist()
+        best = sorted(range(case.experts), key=lambda e, b=biased: -b[e])[: case.selected]
+        assert sorted(ids_TK[row].tolist()) == sorted(best)
+        weights_K = scores_E[ids_TK[row]] * case.scale
+        if case.normalise:
+            weights_K = weights_K / scores_E[ids_TK[row]].sum()
+        near("moe.route_learned", case, weights_TK[row], weights_K)
+
+
+@pytest.mark.parametrize("case", cases("moe.route_hash"), ids=str)
+def test_hash_routes_are_the_learned_ones_with_the_table_for_the_choice(case: Any) -> None:
+    call = make("moe.route_hash", case, "7 rows")
+    (gate_ED, table_VK), (x_TD, token_ids_T) = call.weights, call.arguments
+    ids_TK, weights_TK = reference("moe.route_hash", case, call)
+    assert torch.equal(ids_TK, table_VK[token_ids_T])
+    for row in range(len(x_TD)):
+        bias_E = torch.zeros(case.experts).index_fill(0, ids_TK[row], 100.0)
+        learned = Call((gate_ED, bias_E), (x_TD[row : row + 1],))
+        ids_1K, weights_1K = reference("moe.route_learned", case, learned)
+        by_id = dict(zip(ids_1K[0].tolist(), weights_1K[0].tolist(), strict=True))
+        expected = torch.tensor([by_id[e] for e in ids_TK[row].tolist()])
+        near("moe.route_hash", case, weights_TK[row], expected)
+
+
+@pytest.mark.parametrize("variant", ["5 rows", "an expert twice"])
+@pytest.mark.parametrize("case", cases("moe.experts"), ids=str)
+def test_experts(case: Any, variant: str) -> None:
+    call = make("moe.experts", case, variant)
+    x_TD, ids_TK, weights_TK = call.arguments
+
+    def weight(tensors: tuple[torch.Tensor, ...], expert: int) -> torch.Tensor:
+        if case.weight_format == "fp8_block":
+            return fp8_block(tensors[0][expert], tensors[1][expert], case.block).double()
+        if case.weight_format == "fp4_group":
+            return fp4_group(tensors[0][expert], tensors[1][expert]).double()
+        return tensors[0][expert].double()
+
+    expected = torch.zeros(x_TD.shape, dtype=torch.float64)
+    for row, x_D in enumerate(x_TD.double()):
+        for expert, share in zip(ids_TK[row].tolist(), weights_TK[row].double(), strict=True):
+            gate, up = (weight(call.weights[n], expert) @ x_D for n in (0, 2))
+            gate, up = gate.clamp(max=case.limit), up.clamp(-case.limit, case.limit)
+            expected[row] += share * (
+                weight(call.weights[1], expert) @ (gate * gate.sigmoid() * up)
+            )
+    near("moe.experts", case, reference("moe.experts", case, call), expected)
+
+
+@pytest.mark.parametrize("case", cases("moe.swiglu"), ids=str)
+def test_swiglu(case: Any) -> None:
+    call = make("moe.swiglu", case, "7 rows")
+    gate, up = call.arguments[0].double().chunk(2, dim=-1)
+    gate, up = gate.clamp(max=case.limit), up.clamp(-case.limit, case.limit)
+    near("moe.swiglu", case, reference("moe.swiglu", case, call), gate * gate.sigmoid() * up)
