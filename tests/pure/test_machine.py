@@ -1,0 +1,216 @@
+"""The Machine record and the probe: limits count, what is not known says why, JSON both ways."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from metainfer.core.errors import UserError
+from metainfer.hardware import gpus as gpus_module
+from metainfer.hardware import host
+from metainfer.hardware.cgroup import Grant, read_grant
+from metainfer.hardware.gpus import parse_listing, read_gpus
+from metainfer.hardware.host import read_cpu, read_memory
+from metainfer.hardware.machine import Gpu, Machine, Unknown
+from metainfer.hardware.probe import probe
+from tests.fakes.machines import GIB, make_machine
+
+MEMINFO = "MemTotal: 8388608 kB\nMemFree: 100 kB\nMemAvailable: 6291456 kB\nHugePages_Total: 0\n"
+
+
+def tree(root: Path, **files: str) -> Path:
+    """Files under `root`; "__" in a name stands for "/"."""
+    for name, text in files.items():
+        path = root / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def test_the_probe_of_this_machine_survives_json():
+    machine = probe()
+    assert Machine.from_json(machine.to_json()) == machine
+    assert 1 <= machine.cpu.physical_cores <= machine.cpu.logical_cores
+    assert isinstance(machine.memory.total_bytes, int) and machine.memory.total_bytes > 2**27
+    assert machine.versions["python"] == sys.version.split()[0]
+
+
+def test_the_probe_imports_no_torch():
+    code = (
+        "import sys; from metainfer.hardware.probe import probe; probe();"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "machine",
+    [
+        make_machine(),
+        make_machine(gpus=(Gpu("NVIDIA RTX PRO 6000", (12, 0), 96 * GIB, 95 * GIB),)),
+        replace(make_machine(), gpus=(), driver="580.1"),
+        make_machine(isa=Unknown("no flags"), quota=1.5),
+    ],
+)
+def test_json_round_trip(machine):
+    assert Machine.from_json(machine.to_json()) == machine
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda r: r.update(shoe_size=43), "unknown machine fields: shoe_size"),
+        (lambda r: r["cpu"].update(colour="red"), "unknown machine fields: cpu.colour"),
+        (lambda r: r["memory"].pop("total_bytes"), "missing machine fields: memory.total_bytes"),
+        (lambda r: r["cpu"].update(physical_cores="four"), "cpu.physical_cores is 'four'"),
+        (lambda r: r["cpu"].update(physical_cores=True), "cpu.physical_cores is True"),
+        (lambda r: r["cpu"].update(isa=["avx", 2]), r"cpu.isa\[1\] is 2"),
+        (lambda r: r["versions"].update(torch=2.13), "versions.torch is 2.13"),
+        (lambda r: r.update(gpus={"unknown": 3}), "gpus.unknown is 3"),
+        (lambda r: r.update(cpu="fast"), "cpu is 'fast'"),
+        (lambda r: r.update(version=99), "version 99"),
+    ],
+)
+def test_a_record_that_is_wrong_is_refused_by_name(change, sentence):
+    record = json.loads(make_machine().to_json())
+    change(record)
+    with pytest.raises(UserError, match=sentence):
+        Machine.from_json(json.dumps(record))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "3", "{"])
+def test_what_is_no_record_is_refused(text):
+    with pytest.raises(UserError, match="not a JSON record"):
+        Machine.from_json(text)
+
+
+# ---- cgroups ----
+
+
+def test_cgroup_2_counts_every_enclosing_group(tmp_path):
+    base = "sys/fs/cgroup"
+    root = tree(
+        tmp_path,
+        proc__self__cgroup="0::/box/job\n",
+        proc__self__mountinfo="31 23 0:28 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n",
+    )
+    for name, text in {
+        "box/job/memory.max": "max",
+        "box/job/cpu.max": "150000 100000",
+        "box/memory.max": "4000",
+        "box/memory.current": "1500",
+        "box/memory.stat": "anon 3\ninactive_file 500\n",
+        "box/cpu.max": "max 100000",
+        "cpu.max": "800000 100000",
+    }.items():
+        path = root / base / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    assert read_grant(root) == Grant(4000, 3000, 1.5)
+
+
+def test_cgroup_1_in_a_container_whose_own_group_is_the_mount(tmp_path):
+    root = tree(
+        tmp_path,
+        proc__self__cgroup="4:memory:/docker/abc\n3:cpuacct,cpu:/docker/abc\n0::/\n",
+        proc__self__mountinfo=(
+            "35 31 0:32 /docker/abc /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
+            "36 31 0:33 /other /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu,cpuacct\n"
+        ),
+    )
+    for name, text in {
+        "memory/memory.limit_in_bytes": "9000",
+        "memory/memory.usage_in_bytes": "10000",
+        "memory/memory.stat": "total_inactive_file 2000",
+        "cpu/cpu.cfs_quota_us": "250000",
+        "cpu/cpu.cfs_period_us": "100000",
+    }.items():
+        path = root / "sys/fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    assert read_grant(root) == Grant(9000, 1000, 2.5)
+
+
+def test_no_cgroups_no_limits(tmp_path):
+    assert read_grant(tmp_path) == Grant()
+
+
+# ---- processor and memory ----
+
+
+def test_memory_is_bounded_by_the_group(tmp_path):
+    root = tree(tmp_path, proc__meminfo=MEMINFO)
+    free = read_memory(root, Grant())
+    assert (free.total_bytes, free.available_bytes, free.limit_bytes) == (8 * GIB, 6 * GIB, None)
+    tight = read_memory(root, Grant(4 * GIB, 3 * GIB))
+    assert (tight.total_bytes, tight.available_bytes) == (4 * GIB, 3 * GIB)
+    assert tight.limit_bytes == 4 * GIB
+    # The group may grant more than the rest of the machine has left.
+    assert read_memory(root, Grant(7 * GIB, 7 * GIB)).available_bytes == 6 * GIB
+    # A limit above what the machine has is none: version 1 writes 2^63 for "no limit".
+    assert read_memory(root, Grant(2**63 - 4096, 2**63 - 4096)) == free
+
+
+def test_cores_are_those_of_affinity_and_quota(tmp_path, monkeypatch):
+    cpu_info = "model name\t: Quick 9000\nflags\t\t: fpu avx2 smep amx_bf16 avx512_bf16\n"
+    root = tree(tmp_path, proc__cpuinfo=cpu_info)
+    for n in range(8):
+        tree(
+            root / f"sys/devices/system/cpu/cpu{n}/topology",
+            thread_siblings_list=f"{n % 4},{n % 4 + 4}\n",
+        )
+    monkeypatch.setattr(host, "_usable_cpus", lambda: list(range(8)))
+    cpu = read_cpu(root, Grant())
+    assert (cpu.model, cpu.physical_cores, cpu.logical_cores) == ("Quick 9000", 4, 8)
+    assert cpu.isa == ("amx_bf16", "avx2", "avx512_bf16")
+    monkeypatch.setattr(host, "_usable_cpus", lambda: [0, 1, 4])
+    assert read_cpu(root, Grant()).physical_cores == 2
+    monkeypatch.setattr(host, "_usable_cpus", lambda: list(range(8)))
+    for quota, cores in ((2.5, 2), (0.5, 1), (64.0, 4)):
+        cpu = read_cpu(root, Grant(cores=quota))
+        assert (cpu.physical_cores, cpu.quota_cores) == (cores, quota)
+
+
+def test_a_host_that_tells_nothing_is_unknown_not_guessed(tmp_path):
+    cpu = read_cpu(tmp_path, Grant())
+    assert isinstance(cpu.isa, Unknown) and cpu.physical_cores == cpu.logical_cores >= 1
+    assert isinstance(read_memory(tmp_path, Grant()).available_bytes, Unknown)
+
+
+# ---- GPUs ----
+
+
+def test_the_driver_s_listing():
+    listing = (
+        "NVIDIA RTX PRO 6000 Blackwell, 12.0, 97887, 97000, 580.65.06\n"
+        "NVIDIA GeForce RTX 4090, 8.9, 24564, 20000, 580.65.06\n"
+    )
+    gpus, driver = parse_listing(listing)
+    assert gpus == (
+        Gpu("NVIDIA RTX PRO 6000 Blackwell", (12, 0), 97887 * 2**20, 97000 * 2**20),
+        Gpu("NVIDIA GeForce RTX 4090", (8, 9), 24564 * 2**20, 20000 * 2**20),
+    )
+    assert driver == "580.65.06"
+    assert parse_listing("") == ((), Unknown("the driver lists no GPU"))
+    gpus, _ = parse_listing("NVIDIA GB10, 12.1, [N/A], [N/A], 580.1\n")
+    assert isinstance(gpus, Unknown) and "[N/A]" in gpus.why
+
+
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [("echo no devices; exit 9", "code 9 and said: no devices"), (None, "not installed")],
+)
+def test_a_driver_that_does_not_answer_is_unknown(tmp_path, monkeypatch, script, why):
+    path = None
+    if script is not None:
+        path = tmp_path / "nvidia-smi"
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+    monkeypatch.setattr(gpus_module.shutil, "which", lambda _: path and str(path))
+    gpus, driver = read_gpus()
+    assert isinstance(gpus, Unknown) and isinstance(driver, Unknown) and why in gpus.why
