@@ -93,8 +93,10 @@ class Session:
     ) -> Iterator[TextEvent]:
         """The answer as it comes, to a conversation or to plain tokens; GenerationEnd is last.
         Leaving the iterator early aborts the request."""
-        chat = prompt if isinstance(prompt, ChatPrompt) else None
-        token_ids = tuple(prompt if chat is None else chat.token_ids)
+        if isinstance(prompt, ChatPrompt):
+            token_ids, parser = prompt.token_ids, prompt.parser()
+        else:
+            token_ids, parser = tuple(prompt), None
         request = Request(
             request_id=uuid.uuid4().hex,
             prompt_token_ids=token_ids,
@@ -106,7 +108,7 @@ class Session:
             self.tokenizer,
             self._eos_token_ids,
             TextOptions(stop=options.stop),
-            None if chat is None else chat.parser(),
+            parser,
         )
         with closing(Call(self._dispatcher, [generation])) as call:
             call.open()

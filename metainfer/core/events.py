@@ -60,13 +60,18 @@ class TokenEvent:
 
 @dataclass(frozen=True, slots=True)
 class FinishEvent:
-    """The last event of a request. `error` is a sentence when reason is ERROR."""
+    """The last event of a request. `error` is a sentence when reason is ERROR.
+
+    A token that ended the output is counted in `usage` but comes in no TokenEvent: it is
+    `stop_token_id`, with its log-probability beside it where those were asked for.
+    """
 
     request_id: str
     reason: FinishReason
     usage: Usage
     stop_token_id: int | None = None
     error: str | None = None
+    stop_logprob: TokenLogprob | None = None
 
 
 EngineEvent = PromptEvent | TokenEvent | FinishEvent

@@ -30,7 +30,13 @@ from metainfer.text.tokenizer import IncrementalDecoder, Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class TextOptions:
-    """How the tokens of one request become text. Stop strings apply to thinking too."""
+    """How the tokens of one request become text.
+
+    Attributes:
+        stop: texts that end the output, in thinking as well; as with stop tokens, the request's
+            `min_tokens` come first, and text of those tokens is not searched.
+        include_stop: the stop string, or the text of the stop token, is part of the output.
+    """
 
     stop: tuple[str, ...] = ()
     include_stop: bool = False
@@ -42,13 +48,12 @@ class Generation:
 
     Args:
         request: what was asked of the engine.
-        eos_token_ids: the model's end-of-text tokens; they and the request's stop tokens end the
-            output without becoming text.
+        eos_token_ids: the model's end-of-text tokens: ending with one is no `stop_reason`.
         parser: splits thinking and tool calls off; None leaves all as text.
 
     Attributes:
         prompt_logprobs: set before the first text event, if the request asked for them.
-        num_tokens: tokens generated so far, those that ended the output included.
+        num_tokens: tokens of the output so far; one that ends it is counted in the end's usage.
         stopped: a stop string was found: the engine should abort the request.
         end: the last event, once it was given out.
         first_token_s, last_token_s: `time.monotonic()` of tokens, None before the first.
@@ -62,7 +67,6 @@ class Generation:
         options: TextOptions = TextOptions(),
         parser: OutputParser | None = None,
     ) -> None:
-        sampling = request.sampling
         self.request = request
         self.prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
         self.num_tokens = 0
@@ -70,8 +74,9 @@ class Generation:
         self.end: GenerationEnd | None = None
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
-        self._eos = frozenset(() if sampling.ignore_eos else eos_token_ids)
-        self._silent = self._eos.union(() if options.include_stop else sampling.stop_token_ids)
+        self._eos = frozenset(eos_token_ids)
+        self._min_tokens = request.sampling.min_tokens
+        self._include_stop = options.include_stop
         self._decoder = IncrementalDecoder(tokenizer, options.skip_special_tokens)
         self._matcher = StopMatcher(options.stop, options.include_stop)
         self._parser = parser
@@ -112,15 +117,21 @@ class Generation:
                 self.num_reasoning_tokens += 1
             self._token_ids.append(token_id)
             self._logprobs += event.logprobs[position : position + 1]
-            if token_id not in self._silent:
-                out += self._parse(self._matcher.push(self._decoder.push(token_id)))
+            text = self._decoder.push(token_id)
+            searched = self.num_tokens > self._min_tokens
+            out += self._parse(self._matcher.push(text) if searched else text)
         return out
 
     def _finish(self, event: FinishEvent) -> list[TextEvent]:
         out: list[TextEvent] = []
         if not self.stopped:
-            tail = self._matcher.push(self._decoder.finish()) + self._matcher.finish()
-            out += self._parse(tail)
+            if event.stop_logprob is not None:
+                self._logprobs.append(event.stop_logprob)
+            tail = ""
+            if self._include_stop and event.stop_token_id is not None:
+                tail = self._decoder.push(event.stop_token_id)
+            tail = self._matcher.push(tail + self._decoder.finish())
+            out += self._parse(tail + self._matcher.finish())
         if self._parser is not None:
             out += self._with_tokens(self._parser.finish())
         if self._logprobs:

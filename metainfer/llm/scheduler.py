@@ -13,7 +13,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from metainfer.arch.cache_kinds import BLOCK_TOKENS
-from metainfer.core.events import EngineEvent, FinishEvent, FinishReason, PromptEvent, TokenEvent
+from metainfer.core.events import (
+    EngineEvent,
+    FinishEvent,
+    FinishReason,
+    PromptEvent,
+    TokenEvent,
+    TokenLogprob,
+)
 from metainfer.llm.admission import Limits, check_request, max_total_tokens
 from metainfer.llm.blocks import BlockPool, InvariantError, blocks_for
 from metainfer.llm.policy import Policies
@@ -295,8 +302,11 @@ class Scheduler:
             logprobs = result.logprobs[:taken]
             yield TokenEvent(part.request_id, result.token_ids[:taken], logprobs)
         if finish is not None:
-            stop = sequence.tokens[-1] if finish is FinishReason.STOP else None
-            yield self._finish(sequence, finish, stop_token_id=stop)
+            stop, stop_logprob = None, None
+            if finish is FinishReason.STOP:
+                stop = sequence.tokens[-1]
+                stop_logprob = next(iter(result.logprobs[taken:]), None)
+            yield self._finish(sequence, finish, stop_token_id=stop, stop_logprob=stop_logprob)
 
     def _take_tokens(
         self, sequence: Sequence, token_ids: tuple[int, ...]
@@ -323,6 +333,7 @@ class Scheduler:
         reason: FinishReason,
         *,
         stop_token_id: int | None = None,
+        stop_logprob: TokenLogprob | None = None,
         error: str | None = None,
     ) -> FinishEvent:
         request_id = sequence.request.request_id
@@ -336,7 +347,7 @@ class Scheduler:
         counters.aborted += reason is FinishReason.ABORT
         counters.errors += reason is FinishReason.ERROR
         counters.finished += reason not in (FinishReason.ABORT, FinishReason.ERROR)
-        return FinishEvent(request_id, reason, sequence.usage, stop_token_id, error)
+        return FinishEvent(request_id, reason, sequence.usage, stop_token_id, error, stop_logprob)
 
     # ---- invariants ----
 

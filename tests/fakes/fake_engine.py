@@ -33,13 +33,16 @@ class ScriptError(Exception):
 
 
 def fake_logprobs(token_ids: Sequence[int], count: int | None) -> tuple[TokenLogprob, ...]:
-    """Log-probabilities that depend on the token alone; the token itself is the likeliest."""
+    """Log-probabilities that depend on the token alone; the token itself is the likeliest, and
+    those with the next lower ids follow."""
     if count is None:
         return ()
-    return tuple(
-        TokenLogprob(t, -0.125 * (t % 8 + 1), tuple((t + i, -0.125 * (t % 8 + 1) - i) for i in range(count)))
-        for t in token_ids
-    )
+    found = []
+    for token_id in token_ids:
+        logprob = -0.125 * (token_id % 8 + 1)
+        top = tuple((t, logprob - (token_id - t)) for t in range(token_id, token_id - count, -1))
+        found.append(TokenLogprob(token_id, logprob, top))
+    return tuple(found)
 
 
 @dataclass
@@ -62,6 +65,7 @@ class FakeEngine:
         tick_s: pause between ticks.
         cached_tokens: reported in usage.
         flowing: cleared, nothing is generated (a long prefill).
+        num_blocks: of the cache; each request that is not finished holds one.
         submitted, aborted: what was asked so far.
     """
 
@@ -72,6 +76,7 @@ class FakeEngine:
     tokens_per_event: int = 1
     tick_s: float = 0.0
     cached_tokens: int = 0
+    num_blocks: int = 100
     flowing: threading.Event = field(default_factory=threading.Event)
     submitted: list[Request] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
@@ -82,7 +87,7 @@ class FakeEngine:
         self._events: deque[EngineEvent] = deque()
         self._changed = threading.Condition()
         self._alive = True
-        self._finished = {reason: 0 for reason in FinishReason}
+        self._finished = dict.fromkeys(FinishReason, 0)
         self._generated = 0
         self._prompted = 0
         self._thread = threading.Thread(target=self._run, name="fake-engine", daemon=True)
@@ -119,8 +124,8 @@ class FakeEngine:
             return EngineStats(
                 num_running=running,
                 num_waiting=len(self._live) - running,
-                num_free_blocks=90,
-                num_blocks=100,
+                num_free_blocks=self.num_blocks - len(self._live),
+                num_blocks=self.num_blocks,
                 num_free_slots=0,
                 num_slots=0,
                 num_preemptions=0,
@@ -142,6 +147,12 @@ class FakeEngine:
         with self._changed:
             return len(self._live)
 
+    def __enter__(self) -> FakeEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.die()
+
     def die(self) -> None:
         """Stop for good, without a word to the requests that run."""
         with self._changed:
@@ -161,7 +172,8 @@ class FakeEngine:
                     for live in list(self._live.values())[: self.max_running]:
                         self._advance(live)
                     self._changed.notify_all()
-                self._changed.wait_for(lambda: not self._alive, self.tick_s or 1e-4)
+                pause_s = self.tick_s if self.flowing.is_set() else 0.01
+                self._changed.wait_for(lambda: not self._alive, pause_s or 1e-4)
 
     def _advance(self, live: _Live) -> None:
         if not live.prefilled:
@@ -172,16 +184,18 @@ class FakeEngine:
         finish, stop = None, None
         while finish is None and len(token_ids) < self.tokens_per_event:
             token_id = next(live.tokens, self.eos)
-            token_ids.append(token_id)
+            live.num_tokens += 1
+            self._generated += 1
             is_eos = token_id == self.eos and not sampling.ignore_eos
             if is_eos or token_id in sampling.stop_token_ids:
                 finish, stop = FinishReason.STOP, token_id
-            elif live.num_tokens + len(token_ids) == sampling.max_tokens:
+                break
+            token_ids.append(token_id)
+            if live.num_tokens == sampling.max_tokens:
                 finish = FinishReason.LENGTH
-        live.num_tokens += len(token_ids)
-        self._generated += len(token_ids)
-        logprobs = fake_logprobs(token_ids, sampling.logprobs)
-        self._events.append(TokenEvent(request.request_id, tuple(token_ids), logprobs))
+        if token_ids:
+            logprobs = fake_logprobs(token_ids, sampling.logprobs)
+            self._events.append(TokenEvent(request.request_id, tuple(token_ids), logprobs))
         if finish is not None:
             self._finish(live, finish, stop)
 
@@ -195,7 +209,7 @@ class FakeEngine:
             self._finish(live, FinishReason.ERROR, error=str(error))
             return
         if sampling.prompt_logprobs is not None:
-            first, *others = request.prompt_token_ids
+            others = request.prompt_token_ids[1:]
             logprobs = (None, *fake_logprobs(others, sampling.prompt_logprobs))
             self._events.append(PromptEvent(request.request_id, logprobs))
         if sampling.max_tokens == 0:
@@ -212,5 +226,12 @@ class FakeEngine:
         del self._live[request.request_id]
         self._finished[reason] += 1
         usage = Usage(len(request.prompt_token_ids), live.num_tokens, self.cached_tokens)
-        self._events.append(FinishEvent(request.request_id, reason, usage, stop_token_id, error))
+        stop_logprob = None
+        if stop_token_id is not None:
+            stop_logprob = next(
+                iter(fake_logprobs([stop_token_id], request.sampling.logprobs)), None
+            )
+        self._events.append(
+            FinishEvent(request.request_id, reason, usage, stop_token_id, error, stop_logprob)
+        )
         self._changed.notify_all()

@@ -116,9 +116,7 @@ def test_a_tokenizer_of_another_model_is_refused_with_the_numbers(tokenizer: Tok
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
 @pytest.mark.parametrize("content", [None, "", "{", "[]", "\ufffd"])
-def test_missing_and_broken_files_are_named(
-    tmp_path: Path, name: str, content: str | None
-) -> None:
+def test_missing_and_broken_files_are_named(tmp_path: Path, name: str, content: str | None) -> None:
     file = write_tokenizer(tmp_path) / name
     if content is None:
         file.unlink()
@@ -131,7 +129,12 @@ def test_missing_and_broken_files_are_named(
 def test_other_kinds_of_tokenizer_are_refused(tmp_path: Path) -> None:
     file = write_tokenizer(tmp_path) / "tokenizer.json"
     record = json.loads(file.read_text(encoding="utf-8"))
-    record["decoder"] = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
+    record["decoder"] = {
+        "type": "Metaspace",
+        "replacement": "▁",
+        "prepend_scheme": "always",
+        "split": True,
+    }
     file.write_text(json.dumps(record), encoding="utf-8")
     with pytest.raises(UserError, match="Metaspace"):
         Tokenizer.load(tmp_path)
