@@ -67,8 +67,8 @@ def metrics_page() -> str:
         [
             "Metrics",
             "",
-            "Served at `/metrics` in Prometheus' text format. Suffixes are vLLM's; Prometheus appends"
-            " `_total` to counters.",
+            "Served at `/metrics` in Prometheus' text format. Suffixes are vLLM's; Prometheus"
+            " appends `_total` to counters.",
             "",
             *_table(("name", "kind", "unit", "labels", "what it is"), rows),
         ]

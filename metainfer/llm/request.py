@@ -49,9 +49,7 @@ class SamplingParams:
         _require(0.0 < self.top_p <= 1.0, "top_p", "must be above 0 and at most 1")
         _require(self.top_k >= -1, "top_k", "must be -1, 0 (all tokens) or positive")
         _require(0.0 <= self.min_p <= 1.0, "min_p", "must be between 0 and 1")
-        _require(
-            self.seed is None or -(2**63) <= self.seed < 2**63, "seed", "must fit in 64 bits"
-        )
+        _require(self.seed is None or -(2**63) <= self.seed < 2**63, "seed", "must fit in 64 bits")
         _require(self.max_tokens is None or self.max_tokens >= 0, "max_tokens", "must be >= 0")
         _require(self.min_tokens >= 0, "min_tokens", "must be >= 0")
         _require(

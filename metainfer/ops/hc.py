@@ -43,9 +43,7 @@ def _expand_cost(case: HyperCase, load: Load) -> Cost:
 
 def _head_cost(case: HyperCase, load: Load) -> Cost:
     elements = load.rows * case.streams * case.width
-    return Cost(
-        2.0 * elements * (case.streams + 2), elements * ELEMENT_BYTES[case.stream_dtype]
-    )
+    return Cost(2.0 * elements * (case.streams + 2), elements * ELEMENT_BYTES[case.stream_dtype])
 
 
 _CASES = {

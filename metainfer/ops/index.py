@@ -46,7 +46,7 @@ _SMALL = (
     IndexCase(64, 32, 8),
 )
 
-_FORMULA = """score[t, e] = I^-0.5 H^-0.5 * sum over heads h of weights[t, h] * relu(q[t, h] . key[e])
+_FORMULA = """score[t, e] = I^-0.5 H^-0.5 * sum over h of weights[t, h] * relu(q[t, h] . key[e])
 
     The K best of the entries that the row sees; all of them where there are no more than K. Of
     equal scores the entry with the lower number wins; a NaN score ranks as the worst. The

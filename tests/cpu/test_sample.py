@@ -78,12 +78,16 @@ def test_penalties_follow_their_formulas():
     logits = some_logits(1)[0]
     prompt, output = (1, 2, 3, 3), (5, 5, 2)
     expected = logits.clone()
-    for token in {1, 2, 3, 5}:
+    for token in (1, 2, 3, 5):
         value = expected[token]
         expected[token] = value / 1.3 if value > 0 else value * 1.3
     for token, count in ((5, 2), (2, 1)):
         expected[token] -= 0.4 * count + 0.7
-    penalties = dict(repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.7)
+    penalties = {
+        "repetition_penalty": 1.3,
+        "frequency_penalty": 0.4,
+        "presence_penalty": 0.7,
+    }
     # The penalised logits show in which bias just makes a token win.
     best = float(expected.max())
     for token in (1, 2, 3, 5, 8):
