@@ -14,9 +14,7 @@ from metainfer.llm.batch import BatchBuilder
 from metainfer.llm.sample import Draw, Row, SequenceSampling, sample, token_logprobs
 from metainfer.llm.step import SequenceOutput, SequenceStep, Step, StepOutput
 from metainfer.nn.inputs import StepInputs
-
-PROMPT_LOGITS_BYTES = 64 * 2**20
-"""Logits of prompt rows are made in slices of at most so many bytes (but at least one row)."""
+from metainfer.plan.ledger import PROMPT_LOGITS_BYTES
 
 
 class Cache(Protocol):

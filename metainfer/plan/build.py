@@ -1,0 +1,209 @@
+"""Build: from Machine, Arch, settings and Capabilities to the Plan of a one-rank engine.
+
+Flags win, then what was measured, then the model, then defaults. What contradicts itself or does
+not fit is refused here, before anything is allocated, with the numbers and the flag to change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from metainfer.arch.record import Arch, WeightFormat
+from metainfer.core.errors import UserError
+from metainfer.hardware.machine import Gpu, Machine, Unknown
+from metainfer.ops.base import Target
+from metainfer.ops.capabilities import Capabilities
+from metainfer.ops.catalogue import OPS
+from metainfer.plan.memory import Fixed, fit_memory
+from metainfer.plan.plan import Origin, Plan, Value
+from metainfer.plan.settings import EngineSettings, Residency
+
+T = TypeVar("T")
+
+CPU = Target("cpu")
+
+_DEFAULT_BATCHED_TOKENS = 2048
+_DEFAULT_QUEUED_REQUESTS = 1024
+_BF16_ISA = ("avx512_bf16", "amx_bf16")
+
+
+def choose_target(
+    machine: Machine,
+    settings: EngineSettings,
+    capabilities_of: Callable[[Target], Capabilities],
+) -> Capabilities:
+    """What the kernels can do on the device that the engine will use: the one asked for, else the
+    first GPU on which every operation runs, else the CPU.
+
+    Raises UserError if a GPU is asked for and there is none.
+    """
+    if settings.device == "cpu":
+        return capabilities_of(CPU)
+    gpus: tuple[Gpu, ...] = () if isinstance(machine.gpus, Unknown) else machine.gpus
+    on_gpus = [capabilities_of(Target("cuda", gpu.capability)) for gpu in gpus]
+    usable = [able for able in on_gpus if not _uncovered(able)]
+    if settings.device == "cuda":
+        if not gpus:
+            why = machine.gpus.why if isinstance(machine.gpus, Unknown) else "none is listed"
+            raise UserError(
+                f"--device cuda asks for a GPU, and none is known here ({why})",
+                hint="leave --device out to run on the CPU",
+            )
+        return usable[0] if usable else on_gpus[0]
+    return usable[0] if usable else capabilities_of(CPU)
+
+
+def build_plan(
+    machine: Machine, arch: Arch, settings: EngineSettings, capabilities: Capabilities
+) -> Plan:
+    """The plan for `arch` on the device that `capabilities` are about.
+
+    Raises UserError for flags that contradict each other, the model or the machine, and for what
+    does not fit into memory.
+    """
+    target = capabilities.target
+    device = _device(machine, settings, capabilities)
+    _refuse_contradictions(arch, settings)
+    compute_dtype = _compute_dtype(machine, arch, settings, target)
+    cache_dtype = _flag("--kv-cache-dtype", settings.kv_cache_dtype) or Value(
+        compute_dtype.value, Origin.DEFAULT, "latents are kept in the format they are computed in"
+    )
+    residency, kernel_order = _residency(settings, capabilities)
+    batched_tokens = _flag("--max-num-batched-tokens", settings.max_num_batched_tokens) or Value(
+        _DEFAULT_BATCHED_TOKENS,
+        Origin.DEFAULT,
+        "rows enough for large matrix products, few enough that others do not wait long",
+    )
+    draft_rows = Value(0, Origin.DEFAULT, "speculation is off")
+    fixed = Fixed(
+        device_name=target.type,
+        compute_dtype=compute_dtype.value,
+        cache_dtype=cache_dtype.value,
+        residency=residency.value,
+        batched_tokens=batched_tokens.value,
+        draft_rows=draft_rows.value,
+    )
+    sizes = fit_memory(machine, arch, settings, fixed)
+    return Plan(
+        device=device,
+        compute_dtype=compute_dtype,
+        cache_dtype=cache_dtype,
+        tensor_parallel_size=_flag("--tensor-parallel-size", settings.tensor_parallel_size)
+        or Value(1, Origin.DEFAULT, "this version runs one rank"),
+        max_model_len=sizes.max_model_len,
+        max_num_seqs=sizes.max_num_seqs,
+        max_num_batched_tokens=batched_tokens,
+        max_queued_requests=_flag("--max-queued-requests", settings.max_queued_requests)
+        or Value(_DEFAULT_QUEUED_REQUESTS, Origin.DEFAULT, "more would wait too long to be of use"),
+        num_blocks=sizes.num_blocks,
+        draft_rows=draft_rows,
+        weights_residency=residency,
+        weights_bytes=sizes.weights_bytes,
+        state_bytes=sizes.state_bytes,
+        blocks_bytes=sizes.blocks_bytes,
+        activation_bytes=sizes.activation_bytes,
+        kernel_order=kernel_order,
+        threads=_threads(machine, settings, target),
+    )
+
+
+def _flag(name: str, given: T | None) -> Value[Any] | None:
+    """The value of a flag that was given."""
+    return None if given is None else Value(given, Origin.FLAG, f"given with {name}")
+
+
+def _uncovered(capabilities: Capabilities) -> list[str]:
+    return [op for op in OPS if not capabilities.covered(op)]
+
+
+def _device(machine: Machine, settings: EngineSettings, capabilities: Capabilities) -> Value[str]:
+    target = capabilities.target
+    missing = _uncovered(capabilities)
+    if missing:
+        listed = ", ".join(missing[:4]) + (", ..." if len(missing) > 4 else "")
+        raise UserError(
+            f"{target} has no kernels for {len(missing)} of {len(OPS)} operations ({listed})",
+            hint="leave --device out to run where all operations have one",
+        )
+    name = "cuda:0" if target.type == "cuda" else target.type
+    if settings.device is not None:
+        return Value(name, Origin.FLAG, "given with --device")
+    if target.type == "cuda":
+        return Value(name, Origin.MEASURED, "a GPU is there and every operation runs on it")
+    if isinstance(machine.gpus, Unknown):
+        return Value(name, Origin.MEASURED, f"no GPU is known here: {machine.gpus.why}")
+    if not machine.gpus:
+        return Value(name, Origin.MEASURED, "the driver lists no GPU")
+    return Value(name, Origin.MEASURED, "the GPU here lacks kernels for some operations")
+
+
+def _refuse_contradictions(arch: Arch, settings: EngineSettings) -> None:
+    """What no machine could make right."""
+    ranks, length = settings.tensor_parallel_size, settings.max_model_len
+    if ranks is not None and ranks > 1:
+        raise UserError(
+            f"--tensor-parallel-size {ranks} asks for {ranks} ranks; this version runs one",
+            hint="leave it out",
+        )
+    if length is not None and length > arch.max_model_len:
+        raise UserError(
+            f"--max-model-len {length} is more than the {arch.max_model_len} tokens that"
+            f" {arch.name} was made for",
+            hint=f"give at most {arch.max_model_len}, or leave it out",
+        )
+    if settings.num_blocks_override is not None and settings.memory_utilization is not None:
+        raise UserError(
+            "--num-blocks and --memory-utilization both set the size of the cache",
+            hint="leave one of them out",
+        )
+
+
+def _compute_dtype(
+    machine: Machine, arch: Arch, settings: EngineSettings, target: Target
+) -> Value[str]:
+    if settings.dtype is not None:
+        return Value(settings.dtype, Origin.FLAG, "given with --dtype")
+    if arch.quantisation.linear is WeightFormat.F32:
+        return Value("float32", Origin.MODEL, "the checkpoint is in float32")
+    if target.type == "cuda":
+        return Value("bfloat16", Origin.DEFAULT, "what the GPU's matrix units take")
+    isa = machine.cpu.isa
+    if isinstance(isa, Unknown):
+        return Value("float32", Origin.DEFAULT, f"what the CPU can do is unknown: {isa.why}")
+    for extension in _BF16_ISA:
+        if extension in isa:
+            return Value("bfloat16", Origin.MEASURED, f"the CPU has {extension}")
+    return Value("float32", Origin.MEASURED, "the CPU has neither avx512_bf16 nor amx_bf16")
+
+
+def _residency(
+    settings: EngineSettings, capabilities: Capabilities
+) -> tuple[Value[str], Value[str]]:
+    """(residency, kernel order): expanding backends run only where the order names them."""
+    default_order: Value[str] = Value("", Origin.DEFAULT, "the device's own order")
+    residency = _flag("--weights-residency", settings.weights_residency)
+    if residency is None:
+        residency = Value(
+            str(Residency.QUANTISED), Origin.DEFAULT, "takes the least memory and reads the least"
+        )
+    residency = Value(str(residency.value), residency.origin, residency.reason)
+    if residency.value == Residency.QUANTISED:
+        return residency, default_order
+    if not capabilities.expanding:
+        raise UserError(
+            f"no kernel on {capabilities.target} runs with expanded weights",
+            hint="leave --weights-residency out",
+        )
+    names = (*sorted(capabilities.expanding), *capabilities.default_order)
+    order = "*=" + ",".join(names)
+    return residency, Value(order, residency.origin, "weights are to be expanded")
+
+
+def _threads(machine: Machine, settings: EngineSettings, target: Target) -> Value[int]:
+    if target.type != "cpu":
+        return Value(0, Origin.DEFAULT, "steps run on the accelerator")
+    if settings.threads is not None:
+        return Value(settings.threads, Origin.FLAG, "given with --threads")
+    cores = machine.cpu.physical_cores
+    return Value(cores, Origin.MEASURED, "one per physical core that this process may use")

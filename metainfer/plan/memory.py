@@ -1,0 +1,231 @@
+"""Memory: how long, how many and how much cache: what fits beside the weights.
+
+First the longest sequence must fit alone; then blocks are added up to what all sequences could use.
+Where the user left a number open it is lowered until it fits; a number that was given is kept, or
+refused with the amounts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from metainfer.arch.cache_kinds import BLOCK_TOKENS
+from metainfer.arch.record import Arch
+from metainfer.core.errors import UserError
+from metainfer.core.units import format_bytes, format_count
+from metainfer.hardware.machine import Machine, Unknown
+from metainfer.plan.ledger import activation_bytes, block_bytes, state_bytes, weights_bytes
+from metainfer.plan.plan import Origin, Value
+from metainfer.plan.settings import EngineSettings
+
+# Other programs live in the host's memory too.
+_DEFAULT_SHARE = {"cpu": 0.8, "cuda": 0.9}
+_DEFAULT_SEQS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """What is settled before memory is divided."""
+
+    device_name: str
+    compute_dtype: str
+    cache_dtype: str
+    residency: str
+    batched_tokens: int
+    draft_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The sizes that depend on memory, and the ledger."""
+
+    max_model_len: Value[int]
+    max_num_seqs: Value[int]
+    num_blocks: Value[int]
+    weights_bytes: Value[int]
+    state_bytes: Value[int]
+    blocks_bytes: Value[int]
+    activation_bytes: Value[int]
+
+
+def fit_memory(machine: Machine, arch: Arch, settings: EngineSettings, fixed: Fixed) -> Sizes:
+    """Raises UserError, with the amounts and the flag to change, for what does not fit."""
+    weights = weights_bytes(arch, fixed.residency, fixed.compute_dtype)
+    fit = _Fit(arch, settings, fixed, _budget(machine, settings, fixed), weights)
+    length, seqs = fit.length_and_seqs()
+    blocks = fit.blocks(length.value, seqs.value)
+    size = block_bytes(arch, fixed.cache_dtype)
+    return Sizes(
+        max_model_len=length,
+        max_num_seqs=seqs,
+        num_blocks=blocks,
+        weights_bytes=Value(
+            fit.weights,
+            Origin.MODEL,
+            f"all tensors of the checkpoint that are used, {fixed.residency}",
+        ),
+        state_bytes=Value(
+            fit.state(seqs.value),
+            Origin.MODEL,
+            f"{format_bytes(fit.state(1))} of rings for each of {seqs.value} sequences",
+        ),
+        blocks_bytes=Value(
+            blocks.value * size,
+            Origin.MODEL,
+            f"{format_bytes(size)} for each block of {BLOCK_TOKENS} tokens",
+        ),
+        activation_bytes=Value(
+            fit.activations(length.value, seqs.value),
+            Origin.MODEL,
+            f"the most that a step of {format_count(fixed.batched_tokens)} rows holds at once",
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Budget:
+    """Bytes that may be taken, and where the number comes from. None: nobody asks."""
+
+    bytes: int | None
+    text: str
+
+
+def _budget(machine: Machine, settings: EngineSettings, fixed: Fixed) -> _Budget:
+    if settings.num_blocks_override is not None:
+        return _Budget(None, "")
+    share = settings.memory_utilization or _DEFAULT_SHARE[fixed.device_name]
+    free = _free_bytes(machine, fixed)
+    if isinstance(free, Unknown):
+        raise UserError(
+            f"how much memory is free is unknown: {free.why}",
+            hint="give the size of the cache with --num-blocks",
+        )
+    amount = int(free * share)
+    text = f"{format_bytes(amount)}, {share:.0%} of the {format_bytes(free)} that are free"
+    return _Budget(amount, text)
+
+
+def _free_bytes(machine: Machine, fixed: Fixed) -> int | Unknown:
+    if fixed.device_name == "cpu":
+        return machine.memory.available_bytes
+    if isinstance(machine.gpus, Unknown):
+        return machine.gpus
+    return machine.gpus[0].free_bytes if machine.gpus else Unknown("no GPU is listed")
+
+
+@dataclass(frozen=True, slots=True)
+class _Fit:
+    """The arithmetic of what fits."""
+
+    arch: Arch
+    settings: EngineSettings
+    fixed: Fixed
+    budget: _Budget
+    weights: int  # bytes
+
+    def state(self, seqs: int) -> int:
+        return state_bytes(self.arch, seqs, self.fixed.cache_dtype, self.fixed.draft_rows)
+
+    def activations(self, length: int, seqs: int) -> int:
+        fixed = self.fixed
+        return activation_bytes(self.arch, fixed.batched_tokens, seqs, length, fixed.compute_dtype)
+
+    def needed(self, length: int, seqs: int) -> int:
+        """Bytes for `seqs` sequences of which one may be `length` tokens long."""
+        blocks = _blocks_for(length) * block_bytes(self.arch, self.fixed.cache_dtype)
+        return self.weights + self.state(seqs) + self.activations(length, seqs) + blocks
+
+    def fits(self, length: int, seqs: int) -> bool:
+        return self.budget.bytes is None or self.needed(length, seqs) <= self.budget.bytes
+
+    def length_and_seqs(self) -> tuple[Value[int], Value[int]]:
+        """(longest sequence, sequences at once)."""
+        length, seqs = self._wanted_length(), self._wanted_seqs()
+        if self.fits(length.value, seqs.value):
+            return length, seqs
+        if seqs.origin is not Origin.FLAG:
+            seqs = self._fewer_seqs(length.value)
+        if not self.fits(length.value, seqs.value) and length.origin is not Origin.FLAG:
+            length = self._shorter(seqs.value)
+        if not self.fits(length.value, seqs.value):
+            self._refuse(length.value, seqs.value)
+        return length, seqs
+
+    def blocks(self, length: int, seqs: int) -> Value[int]:
+        """Blocks of the cache, once the longest sequence is known to fit."""
+        given = self.settings.num_blocks_override
+        if given is not None:
+            return Value(given, Origin.FLAG, "given with --num-blocks")
+        useful = seqs * _blocks_for(length)
+        size = block_bytes(self.arch, self.fixed.cache_dtype)
+        if self.budget.bytes is None or size == 0:
+            return Value(useful, Origin.MODEL, "no cache of this model grows with the tokens")
+        spare = self.budget.bytes - self.needed(length, seqs)
+        possible = _blocks_for(length) + spare // size
+        if possible < useful:
+            return Value(possible, Origin.MEASURED, f"what is left of {self.budget.text}")
+        reason = f"all that {seqs} sequences of {format_count(length)} tokens could use"
+        return Value(useful, Origin.MODEL, reason)
+
+    def _wanted_length(self) -> Value[int]:
+        given, blocks = self.settings.max_model_len, self.settings.num_blocks_override
+        if blocks is not None and blocks * BLOCK_TOKENS < (given or self.arch.max_model_len):
+            held = blocks * BLOCK_TOKENS
+            if given is None:
+                return Value(held, Origin.FLAG, f"what {blocks} --num-blocks hold")
+            raise UserError(
+                f"--num-blocks {blocks} holds {held} tokens, fewer than --max-model-len {given}",
+                hint=f"give at least --num-blocks {_blocks_for(given)}",
+            )
+        if given is not None:
+            return Value(given, Origin.FLAG, "given with --max-model-len")
+        return Value(self.arch.max_model_len, Origin.MODEL, "what the model was made for")
+
+    def _wanted_seqs(self) -> Value[int]:
+        given = self.settings.max_num_seqs
+        if given is not None:
+            return Value(given, Origin.FLAG, "given with --max-num-seqs")
+        return Value(_DEFAULT_SEQS, Origin.DEFAULT, "more at once would make each one slow")
+
+    def _fewer_seqs(self, length: int) -> Value[int]:
+        """As many as fit, in halves; 1 if none do."""
+        seqs = _DEFAULT_SEQS
+        while seqs > 1 and not self.fits(length, seqs):
+            seqs //= 2
+        return Value(seqs, Origin.MEASURED, f"what fits into {self.budget.text}")
+
+    def _shorter(self, seqs: int) -> Value[int]:
+        """The longest sequence that fits, in whole blocks; one block if none does."""
+        low, high = 1, _blocks_for(self.arch.max_model_len)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.fits(middle * BLOCK_TOKENS, seqs):
+                low = middle
+            else:
+                high = middle - 1
+        length = min(low * BLOCK_TOKENS, self.arch.max_model_len)
+        return Value(length, Origin.MEASURED, f"what fits into {self.budget.text}")
+
+    def _refuse(self, length: int, seqs: int) -> None:
+        needed = self.needed(length, seqs)
+        state, work = self.state(seqs), self.activations(length, seqs)
+        cache = needed - self.weights - state - work
+        hints = []
+        if self.settings.max_model_len is not None and length > BLOCK_TOKENS:
+            hints.append("a shorter --max-model-len")
+        if seqs > 1:
+            hints.append("fewer --max-num-seqs")
+        if self.settings.max_num_batched_tokens is not None:
+            hints.append("fewer --max-num-batched-tokens")
+        hints.append("a larger --memory-utilization, or more memory")
+        raise UserError(
+            f"{self.arch.name} does not fit: {format_bytes(needed)} are needed for one sequence of"
+            f" {format_count(length)} tokens (weights {format_bytes(self.weights)}, state"
+            f" {format_bytes(state)}, cache {format_bytes(cache)}, activations"
+            f" {format_bytes(work)}), and there are {self.budget.text}",
+            hint="what helps: " + ", ".join(hints),
+        )
+
+
+def _blocks_for(num_tokens: int) -> int:
+    return -(-num_tokens // BLOCK_TOKENS)

@@ -1,0 +1,259 @@
+"""The plan: origins and reasons, a ledger that adds up, refusals in a sentence with a way out."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from metainfer.arch.cache_kinds import BLOCK_TOKENS, Scope, cache_kinds
+from metainfer.arch.families import read_arch
+from metainfer.arch.manifest import MTP_PREFIX, iterate, total_bytes
+from metainfer.arch.tiny import tiny_arch, tiny_quantised_arch
+from metainfer.core.errors import UserError
+from metainfer.hardware.machine import Gpu, Unknown
+from metainfer.ops.base import Target
+from metainfer.ops.capabilities import Capabilities
+from metainfer.ops.catalogue import OPS
+from metainfer.plan.build import CPU, build_plan, choose_target
+from metainfer.plan.explain import explain
+from metainfer.plan.ledger import block_bytes, state_bytes, weights_bytes
+from metainfer.plan.plan import Origin, Plan
+from metainfer.plan.settings import EngineSettings
+from tests.fakes.machines import GIB, make_machine
+
+CARD = Gpu("NVIDIA RTX PRO 6000", (12, 0), 96 * GIB, 95 * GIB)
+ABLE = Capabilities(
+    target=CPU,
+    backends=dict.fromkeys(OPS, ("cpu", "cpu_expanded", "reference")),
+    default_order=("cpu", "reference"),
+    expanding=frozenset({"cpu_expanded"}),
+)
+FLASH = read_arch("deepseek-v4-flash")
+
+
+def on(target: Target, *, without: tuple[str, ...] = ()) -> Capabilities:
+    """Kernels for all operations but some on `target`."""
+    backends = {op: () if op in without else ("triton",) for op in OPS}
+    return Capabilities(target, backends, ("triton",), frozenset())
+
+
+def plan(machine=None, arch=None, able=ABLE, **flags) -> Plan:
+    return build_plan(
+        machine or make_machine(), arch or tiny_quantised_arch(), EngineSettings(**flags), able
+    )
+
+
+def refusal(*arguments, **flags) -> str:
+    with pytest.raises(UserError) as caught:
+        plan(*arguments, **flags)
+    assert caught.value.hint
+    return f"{caught.value.message}; {caught.value.hint}"
+
+
+def test_every_value_has_an_origin_and_a_reason_and_survives_json():
+    made = plan()
+    for _, value in made.items():
+        assert isinstance(value.origin, Origin) and len(value.reason.split()) > 1
+    assert Plan.from_json(made.to_json()) == made
+    assert json.loads(made.to_json())["values"]["max_model_len"]["origin"] == "model"
+
+
+@pytest.mark.parametrize(
+    ("flag", "given", "field", "value"),
+    [
+        ("dtype", "float32", "compute_dtype", "float32"),
+        ("kv_cache_dtype", "float32", "cache_dtype", "float32"),
+        ("weights_residency", "expanded", "weights_residency", "expanded"),
+        ("max_model_len", 300, "max_model_len", 300),
+        ("max_num_seqs", 3, "max_num_seqs", 3),
+        ("max_num_batched_tokens", 77, "max_num_batched_tokens", 77),
+        ("max_queued_requests", 0, "max_queued_requests", 0),
+        ("num_blocks_override", 32, "num_blocks", 32),
+        ("threads", 5, "threads", 5),
+        ("tensor_parallel_size", 1, "tensor_parallel_size", 1),
+        ("device", "cpu", "device", "cpu"),
+    ],
+)
+def test_flags_win_and_say_so(flag, given, field, value):
+    chosen = getattr(plan(**{flag: given}), field)
+    assert (chosen.value, chosen.origin) == (value, Origin.FLAG)
+    assert "--" in chosen.reason
+
+
+@pytest.mark.parametrize(
+    ("isa", "dtype"),
+    [
+        (("avx2", "avx512_bf16"), "bfloat16"),
+        (("amx_bf16",), "bfloat16"),
+        (("avx2", "avx512f"), "float32"),
+        (Unknown("no flags"), "float32"),
+    ],
+)
+def test_the_format_of_products_follows_the_cpu(isa, dtype):
+    made = plan(make_machine(isa=isa))
+    assert made.compute_dtype.value == made.cache_dtype.value == dtype
+    assert made.threads.value == 8
+    assert plan(make_machine(isa=isa), tiny_arch()).compute_dtype.value == "float32"
+
+
+def test_expanded_weights_name_their_kernels():
+    assert plan().kernel_order.value == ""
+    assert plan(weights_residency="expanded").kernel_order.value == "*=cpu_expanded,cpu,reference"
+    without = replace(ABLE, expanding=frozenset())
+    assert "expanded weights" in refusal(able=without, weights_residency="expanded")
+
+
+# ---- the ledger ----
+
+
+def test_weights_are_counted_as_they_are_kept():
+    stored = sum(spec.nbytes for spec in iterate(FLASH) if not spec.name.startswith(MTP_PREFIX))
+    kept = weights_bytes(FLASH, "quantised", "bfloat16")
+    assert stored <= kept < 1.01 * stored < total_bytes(FLASH) * 1.01
+    # 284 billion parameters at 2 bytes each.
+    assert weights_bytes(FLASH, "expanded", "bfloat16") == pytest.approx(568e9, rel=0.01)
+    plain = tiny_arch()
+    assert weights_bytes(plain, "quantised", "float32") == total_bytes(plain)
+
+
+def test_state_and_blocks_are_the_sums_of_the_cache_kinds():
+    for arch in (FLASH, tiny_arch()):
+        rings = [k for k in cache_kinds(arch, 3) if k.scope is Scope.SEQUENCE]
+        assert state_bytes(arch, 5, "bfloat16", 3) == 5 * sum(k.bytes_per_block(2) for k in rings)
+        paged = [k for k in cache_kinds(arch) if k.scope is Scope.TOKENS]
+        assert block_bytes(arch, "float32") == sum(k.bytes_per_block(4) for k in paged)
+
+
+@hypothesis_settings(deadline=None, max_examples=60)
+@given(
+    available=st.integers(200 * 2**20, 1200 * 2**20),
+    share=st.floats(0.5, 1.0),
+    max_model_len=st.none() | st.integers(128, 4096),
+    max_num_seqs=st.none() | st.integers(1, 200),
+)
+def test_what_is_planned_fits_or_is_refused(available, share, max_model_len, max_num_seqs):
+    machine, arch = make_machine(available=available), tiny_quantised_arch()
+    try:
+        made = plan(
+            machine,
+            arch,
+            memory_utilization=share,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+        )
+    except UserError as error:
+        assert "does not fit" in error.message
+        return
+    total = sum(v.value for name, v in made.items() if name.endswith("_bytes"))
+    assert total <= available * share
+    longest = -(-made.max_model_len.value // BLOCK_TOKENS)
+    assert longest <= made.num_blocks.value <= made.max_num_seqs.value * longest
+    assert made.blocks_bytes.value == made.num_blocks.value * block_bytes(arch, "bfloat16")
+
+
+def test_blocks_stop_where_they_would_be_of_no_use():
+    made = plan(max_model_len=1000, max_num_seqs=3)
+    assert made.num_blocks.value == 3 * 8
+    assert "could use" in made.num_blocks.reason
+
+
+def test_less_memory_means_fewer_blocks_then_sequences_then_a_shorter_context():
+    roomy = plan(make_machine(available=1024 * GIB), FLASH)
+    seen = []
+    for available in (300, 204, 195, 188, 185, 184):
+        made = plan(make_machine(available=available * GIB), FLASH)
+        seen.append((made.max_model_len.value, made.max_num_seqs.value, made.num_blocks.value))
+    assert seen == sorted(seen, reverse=True)
+    lengths, seqs, blocks = zip(*seen, strict=True)
+    assert lengths[0] == FLASH.max_model_len and blocks[0] < roomy.num_blocks.value
+    assert lengths[-1] < FLASH.max_model_len and seqs[-1] < 64
+    assert made.max_model_len.origin is Origin.MEASURED and "GB" in made.max_model_len.reason
+
+
+def test_a_cgroup_s_limit_is_what_counts():
+    free = plan(make_machine(available=300 * GIB), FLASH)
+    assert free.num_blocks.value > 0
+    assert "does not fit" in refusal(make_machine(available=100 * GIB, limit=100 * GIB), FLASH)
+
+
+# ---- refusals ----
+
+
+def test_what_does_not_fit_says_how_much_and_what_to_change():
+    said = refusal(make_machine(available=64 * GIB), FLASH)
+    assert "deepseek-v4-flash does not fit" in said and "weights 156.7 GB" in said
+    assert "--memory-utilization" in said and "--max-model-len" not in said.split("; ")[-1]
+    said = refusal(
+        make_machine(available=200 * GIB), FLASH, max_model_len=1_000_000, max_num_seqs=64
+    )
+    assert "a shorter --max-model-len, fewer --max-num-seqs" in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ({"max_model_len": 5000}, "--max-model-len 5000 is more than the 4096 tokens"),
+        ({"tensor_parallel_size": 2}, "2 ranks; this version runs one"),
+        ({"num_blocks_override": 9, "memory_utilization": 0.5}, "both set the size of the cache"),
+        ({"num_blocks_override": 9, "max_model_len": 2000}, "at least --num-blocks 16"),
+    ],
+)
+def test_contradictions_are_refused(flags, sentence):
+    assert sentence in refusal(**flags)
+
+
+def test_blocks_that_are_given_bound_the_context_that_is_not():
+    made = plan(make_machine(available=Unknown("no /proc")), num_blocks_override=9)
+    assert (made.max_model_len.value, made.num_blocks.value) == (9 * BLOCK_TOKENS, 9)
+    assert "--num-blocks" in refusal(make_machine(available=Unknown("no /proc")))
+
+
+def test_a_device_without_kernels_is_refused_with_their_names():
+    gpu = make_machine(gpus=(CARD,))
+    lacking = on(Target("cuda", (12, 0)), without=("moe.experts", "norm.rms_norm"))
+    said = refusal(gpu, able=lacking, device="cuda")
+    assert "cuda:sm_120 has no kernels for 2 of" in said and "moe.experts" in said
+    made = plan(gpu, able=on(Target("cuda", (12, 0))), device="cuda")
+    assert (made.device.value, made.threads.value) == ("cuda:0", 0)
+
+
+def test_the_device_is_the_first_gpu_on_which_everything_runs():
+    new, old = CARD, replace(CARD, capability=(8, 0))
+
+    def able(target: Target) -> Capabilities:
+        return (
+            ABLE
+            if target == CPU
+            else on(target, without=("norm.rms_norm",) * (target.capability == (8, 0)))
+        )
+
+    def chosen(gpus, **flags) -> str:
+        return str(choose_target(make_machine(gpus=gpus), EngineSettings(**flags), able).target)
+
+    assert chosen((old, new)) == chosen((old, new), device="cuda") == "cuda:sm_120"
+    assert chosen((old,)) == chosen((new,), device="cpu") == chosen(()) == "cpu"
+    assert chosen((old,), device="cuda") == "cuda:sm_80"  # and build_plan says what it lacks
+    assert "lacks kernels" in plan(make_machine(gpus=(old,))).device.reason
+    for gpus in (Unknown("no driver"), ()):
+        with pytest.raises(UserError, match="--device cuda asks for a GPU"):
+            chosen(gpus, device="cuda")
+
+
+# ---- explain ----
+
+
+def test_the_table_is_aligned_and_complete():
+    made = plan(max_model_len=1024)
+    lines = explain(made).splitlines()
+    assert len(lines) == 2 + len(list(made.items()))
+    column = lines[0].index("reason")
+    for line, (name, value) in zip(lines[1:-1], made.items(), strict=True):
+        assert line.startswith(name) and line[column:] == value.reason
+        assert line[column - 1] == " "
+    assert any(line.split()[:3] == ["max_model_len", "1,024", "flag"] for line in lines)
+    assert lines[-1].startswith("memory in all")
