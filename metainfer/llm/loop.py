@@ -74,7 +74,7 @@ class Loop:
         limits = self._scheduler.limits
         check_request(request, limits)
         with self._work:
-            if self._closing or self._death is not None:
+            if self._must_end():
                 raise RequestError(
                     "the engine has stopped" + (f": {self._death}" if self._death else ""),
                     code="engine_stopped",
@@ -147,8 +147,8 @@ class Loop:
     def _receive(self) -> bool:
         """Take in what came; wait while there is nothing to do. False: time to end."""
         with self._work:
-            self._work.wait_for(lambda: self._closing or self._inbox or self._may_step())
-            if self._closing or self._death is not None:
+            self._work.wait_for(lambda: self._must_end() or self._inbox or self._may_step())
+            if self._must_end():
                 return False
             items = list(self._inbox)
             self._inbox.clear()
@@ -158,6 +158,9 @@ class Loop:
             else:
                 self._emit(self._scheduler.abort(item))
         return True
+
+    def _must_end(self) -> bool:
+        return self._closing or self._death is not None
 
     def _may_step(self) -> bool:
         return self._scheduler.has_work and len(self._outbox) < self._max_outbox_events
@@ -244,5 +247,5 @@ class Loop:
             num_finished=counters.finished,
             num_aborted=counters.aborted,
             num_errors=counters.errors,
-            alive=not (self._closing or self._death is not None),
+            alive=not self._must_end(),
         )
