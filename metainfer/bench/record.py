@@ -10,13 +10,10 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from metainfer import __version__
-
-_PACKAGES = ("torch", "triton", "numpy", "safetensors", "tokenizers", "transformers")
+from metainfer.hardware.probe import read_versions
 
 
 def provenance() -> dict[str, Any]:
@@ -31,13 +28,8 @@ def provenance() -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Of metainfer, Python, the system, and the packages that are installed."""
-    found = {"metainfer": __version__, "python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found | {"system": f"{platform.system()} {platform.release()} {platform.machine()}"}
+    system = f"{platform.system()} {platform.release()} {platform.machine()}"
+    return {**read_versions(), "system": system}
 
 
 def commit() -> str:

@@ -86,6 +86,9 @@ def _dispatch(arguments: Sequence[str], terminal: Terminal, environment: Mapping
         return 0
     if arguments[0] in ("-V", "--version"):
         arguments = ["version", *arguments[1:]]
+    if asks_for_help(arguments[1:2]) and (group := verbs_of(arguments[0])):
+        terminal.data("\n".join(_listed(group)))
+        return 0
     name, rest = find_verb(arguments)
     verb = load_verb(name)
     if asks_for_help(rest):
@@ -100,13 +103,18 @@ def find_verb(arguments: Sequence[str]) -> tuple[str, Sequence[str]]:
         name = " ".join(arguments[:length])
         if name in VERBS:
             return name, arguments[length:]
-    group = [name for name in VERBS if name.startswith(f"{arguments[0]} ")]
-    if group and (len(arguments) == 1 or asks_for_help(arguments[1:2])):
+    group = verbs_of(arguments[0])
+    if group and len(arguments) == 1:
         raise UserError(f"metainfer {arguments[0]} needs one of: {', '.join(group)}")
     asked = " ".join(arguments[:2]) if group else arguments[0]
     near = difflib.get_close_matches(asked, VERBS, n=1, cutoff=0.5)
     hint = f"did you mean `metainfer {near[0]}`? " if near else ""
     raise UserError(f"there is no verb '{asked}'", hint=f"{hint}metainfer --help lists all verbs")
+
+
+def verbs_of(group: str) -> list[str]:
+    """The verbs of two words that begin with `group`."""
+    return [name for name in VERBS if name.startswith(f"{group} ")]
 
 
 def load_verb(name: str) -> Verb:
@@ -118,19 +126,23 @@ def load_verb(name: str) -> Verb:
 
 def overview() -> str:
     """The page that `metainfer --help` prints."""
-    width = max(map(len, VERBS))
     lines = [
         "usage: metainfer VERB [flags]",
         "",
         "Mixture-of-experts inference for machines whose GPUs are linked by PCIe alone.",
         "",
         "verbs:",
-        *(f"  {name.ljust(width)}  {summary}" for name, (_, summary) in VERBS.items()),
+        *_listed(list(VERBS)),
         "",
         "`metainfer VERB --help` describes the flags of a verb. Without MODEL, verbs use the",
         "model that ships with the package.",
     ]
     return "\n".join(lines)
+
+
+def _listed(names: Sequence[str]) -> list[str]:
+    width = max(map(len, names))
+    return [f"  {name.ljust(width)}  {VERBS[name][1]}" for name in names]
 
 
 def sentence_of_os_error(error: OSError) -> UserError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,10 +45,13 @@ def run(terminal: Terminal, options: SynthOptions) -> int:
     terminal.say(f"{arch.name}: {format_bytes(total_bytes(arch))} of random weights")
     with terminal.progress("written") as progress:
         write_checkpoint(
-            options.directory, arch, options.seed, options.max_shard_bytes, progress.update
+            options.directory,
+            arch,
+            options.seed,
+            options.max_shard_bytes,
+            progress.update,
+            tokenizer_files,
         )
-    for file in tokenizer_files:
-        shutil.copyfile(file, options.directory / file.name)
     terminal.data(str(options.directory))
     return 0
 

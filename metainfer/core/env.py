@@ -37,6 +37,9 @@ VARIABLES: tuple[Variable, ...] = (
     ),
 )
 
+SECRETS = frozenset({"METAINFER_API_KEY"})
+"""Variables whose values are never printed."""
+
 
 def read_environment() -> Mapping[str, str]:
     """The variables of the table that are set and not empty."""

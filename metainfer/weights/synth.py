@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,6 +46,7 @@ def write_checkpoint(
     seed: int = 0,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     progress: Progress | None = None,
+    copies: Sequence[Path] = (),
 ) -> Path:
     """Write a random checkpoint with its config.json; see `weights.write` for what is promised.
 
@@ -55,6 +56,7 @@ def write_checkpoint(
         seed: another seed gives other tensors.
         max_shard_bytes: size of a file, at least one tensor.
         progress: called with (bytes written, bytes in all).
+        copies: files that go with it under their own names.
 
     Raises:
         UserError: the directory is not empty, there is no room, or writing fails.
@@ -72,6 +74,7 @@ def write_checkpoint(
         source.pieces,
         config,
         max_shard_bytes=max_shard_bytes,
+        copies=copies,
         progress=progress,
     )
 

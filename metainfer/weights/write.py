@@ -1,7 +1,7 @@
 """Writes a checkpoint directory: shards, index and config, all or nothing.
 
-Everything is written into a directory beside the target, which takes the target's name when it is
-complete: a full disk, Ctrl-C or a crash never leaves something that looks like a checkpoint.
+Everything is written into a hidden directory beside the target (or beside the first of its parents
+that must be made), which takes the target's name when it is complete: a full disk, Ctrl-C or a crash never leaves something that looks like a checkpoint.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ def write_safetensors(
     config: Mapping[str, Any],
     *,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    copies: Sequence[Path] = (),
     progress: Progress | None = None,
 ) -> Path:
     """Write the tensors `specs` in order, shard by shard, with config.json beside them.
@@ -41,6 +42,7 @@ def write_safetensors(
         chunks: gives a tensor's data in pieces, contiguous and in order, of any dtype; their bytes
             must add up to `spec.nbytes`. Only one piece is in memory at a time.
         max_shard_bytes: a shard holds at least one tensor and else no more than this.
+        copies: files that go with it under their own names, such as those of a tokenizer.
         progress: called after every piece.
 
     Returns:
@@ -51,12 +53,15 @@ def write_safetensors(
     """
     target = Path(directory).absolute()
     total = sum(spec.nbytes for spec in specs)
-    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    existing = next(parent for parent in target.parents if parent.exists())
+    partial = existing / f".{target.name}.partial-{os.getpid()}"
     try:
-        _require_room(target, total)
-        target.parent.mkdir(parents=True, exist_ok=True)
+        _require_room(target, existing, total)
         partial.mkdir()
         _write_all(partial, specs, chunks, config, max_shard_bytes, _reporter(progress, total))
+        for file in copies:
+            shutil.copyfile(file, partial / file.name)
+        target.parent.mkdir(parents=True, exist_ok=True)
         partial.rename(target)
     except OSError as error:
         raise UserError(
@@ -68,12 +73,11 @@ def write_safetensors(
     return target
 
 
-def _require_room(target: Path, total: int) -> None:
+def _require_room(target: Path, existing: Path, total: int) -> None:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(
             f"{target} exists and is not empty", hint="remove it, or choose another directory"
         )
-    existing = next(parent for parent in target.parents if parent.exists())
     free = shutil.disk_usage(existing).free
     if free < total:
         needs, has = f"{total / 1e9:.2f} GB", f"{free / 1e9:.2f} GB"

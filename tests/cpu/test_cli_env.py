@@ -1,0 +1,44 @@
+"""`metainfer env`: the report holds the machine, no secrets, and a plan or why there is none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from metainfer.hardware.machine import Machine
+from metainfer.plan.plan import Plan
+from tests.fakes.command import metainfer
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("METAINFER_API_KEY", "hush")
+
+
+def test_json_reads_back_as_the_records() -> None:
+    ran = metainfer("env", "--json")
+    assert (ran.code, ran.err) == (0, "")
+    report = json.loads(ran.out)
+    machine = Machine.from_json(json.dumps(report["machine"]))
+    assert machine.cpu.physical_cores >= 1
+    assert Plan.from_json(json.dumps(report["plan"])).tensor_parallel_size.value == 1
+    assert report["variables"]["METAINFER_API_KEY"] == "(set)"
+    assert "hush" not in ran.out
+
+
+def test_text_names_machine_versions_and_plan() -> None:
+    ran = metainfer("env")
+    assert (ran.code, ran.err) == (0, "")
+    for label in ("commit", "system", "cpu", "memory", "versions", "model", "max_model_len"):
+        assert f"\n{label} " in f"\n{ran.out}"
+    assert "hush" not in ran.out
+
+
+def test_a_model_that_cannot_be_planned_is_part_of_the_report(tmp_path: Path) -> None:
+    ran = metainfer("env", str(tmp_path))
+    assert (ran.code, ran.err) == (0, "")
+    assert f"no plan: {tmp_path} has no config.json" in ran.out
+    refused = json.loads(metainfer("env", str(tmp_path), "--json").out)["plan"]["refused"]
+    assert "config.json" in refused
