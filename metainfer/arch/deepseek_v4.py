@@ -8,6 +8,7 @@ to the released spelling first. Source of keys and values: the released configs 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -60,6 +61,10 @@ _HARMLESS = (
 )
 # fmt: on
 
+# No model of this class has more. A config that says so would have the manifest list tensors until
+# memory ends.
+_MOST_EXPERTS = 4096
+
 # The drafter of the DSpark revision: recognised, its tensors (mtp.*) are not used.
 _DSPARK = (
     "dspark_block_size",
@@ -67,6 +72,8 @@ _DSPARK = (
     "dspark_target_layer_ids",
     "dspark_markov_rank",
 )
+
+_PLAIN_FORMATS = {"float32": WeightFormat.F32, "bfloat16": WeightFormat.BF16}
 
 _FP8_CONFIG = {
     "quant_method": "fp8",
@@ -215,6 +222,8 @@ def _layers(fields: ConfigFields, dspark: bool) -> tuple[tuple[LayerArch, ...], 
         num_extra = fields.integer("num_nextn_predict_layers", minimum=0, default=surplus)
     else:
         fields.ignore(["num_nextn_predict_layers"])
+    if num_extra > num_layers:
+        fields.problem(f"there are {num_extra} drafting blocks for {num_layers} layers")
     if ratios and len(ratios) not in (num_layers, num_layers + num_extra):
         expected = f"{num_layers}" + (f" or {num_layers + num_extra}" if num_extra else "")
         fields.problem(f"{key} has {len(ratios)} entries; {expected} are expected")
@@ -262,7 +271,7 @@ def _yarn(fields: ConfigFields) -> YarnScaling | None:
     numbers = {"factor": None, "original_max_position_embeddings": None}
     values = {**numbers, "beta_fast": 32, "beta_slow": 1, **scaling}
     for inner in (*numbers, "beta_fast", "beta_slow"):
-        if type(values[inner]) not in (int, float) or not values[inner] > 0:
+        if type(values[inner]) not in (int, float) or not 0 < values[inner] < math.inf:
             fields.problem(f"{key}.{inner} is {values[inner]!r}; it must be a positive number")
             return None
     return YarnScaling(
@@ -278,7 +287,7 @@ def _quantisation(fields: ConfigFields) -> Quantisation:
     config = fields.get("quantization_config")
     expert_dtype = fields.get("expert_dtype")
     if config is None:
-        plain = {"float32": WeightFormat.F32, "bfloat16": WeightFormat.BF16}.get(torch_dtype)
+        plain = _PLAIN_FORMATS.get(torch_dtype) if isinstance(torch_dtype, str) else None
         if plain is None:
             key = fields.spell("torch_dtype")
             fields.problem(
@@ -345,6 +354,11 @@ def _check_divisions(fields: ConfigFields, arch: Arch) -> None:
     for width, key in ((arch.head_dim, "head_dim"), (arch.index_head_dim, "index_head_dim")):
         if arch.rope_head_dim > width:
             fields.problem(f"{rope} ({arch.rope_head_dim}) is more than {key} ({width})")
+    if arch.num_experts > _MOST_EXPERTS:
+        fields.problem(
+            f"{fields.spell('n_routed_experts')} is {arch.num_experts}; "
+            f"at most {_MOST_EXPERTS} are handled"
+        )
     if arch.experts_per_token > arch.num_experts:
         fields.problem(
             f"{fields.spell('num_experts_per_tok')} ({arch.experts_per_token}) is more than "

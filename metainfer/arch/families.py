@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -79,22 +80,23 @@ def arch_from_config(config: Mapping[str, Any], name: str) -> Arch:
 
 def _locate(path_or_name: str | Path) -> tuple[Path, str]:
     """The config file, and the model's name."""
-    if str(path_or_name) == SHIPPED and not Path(path_or_name).exists():
-        from metainfer.shipped import pebble_dir
-
-        return pebble_dir() / "config.json", SHIPPED
-    known = _KNOWN_DIRECTORY / f"{path_or_name}.json"
-    if str(path_or_name) in known_names() and not Path(path_or_name).exists():
-        return known, known.stem
     path = Path(path_or_name)
-    if path.is_dir():
+    # Unlike Path, os.path takes a name that no file can have (a prompt, say) as one not there.
+    if not os.path.exists(path) and str(path_or_name) in known_names():
+        if str(path_or_name) == SHIPPED:
+            from metainfer.shipped import pebble_dir
+
+            return pebble_dir() / "config.json", SHIPPED
+        known = _KNOWN_DIRECTORY / f"{path_or_name}.json"
+        return known, known.stem
+    if os.path.isdir(path):
         config = path / "config.json"
         if not config.is_file():
             raise CheckpointError(
                 f"{path} has no config.json", hint="give the directory of a whole checkpoint"
             )
         return config, path.resolve().name
-    if path.is_file():
+    if os.path.isfile(path):
         return path, path.resolve().parent.name if path.name == "config.json" else path.stem
     raise UserError(
         f"there is no model at {str(path_or_name)!r}",

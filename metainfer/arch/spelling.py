@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -59,7 +60,7 @@ def released_spelling(
     if "dim" in config:
         _from_inference(out, put)
     if "layer_types" in config or "rope_parameters" in config:
-        _from_transformers(out, put)
+        _from_transformers(out, put, name)
     return out, {key: source for key, source in spelled.items() if key != source}
 
 
@@ -92,27 +93,31 @@ def _from_inference(out: dict[str, Any], put: Put) -> None:
         put("torch_dtype", "bfloat16" if dtype == "bf16" else dtype, "dtype")
 
 
-def _from_transformers(out: dict[str, Any], put: Put) -> None:
+def _from_transformers(out: dict[str, Any], put: Put, name: str) -> None:
     """transformers names layers by type, and nests the two rotary embeddings."""
-    rates: dict[str, Any] = {**_RATIO_OF_LAYER_TYPE, **(out.pop("compress_rates", None) or {})}
-    layer_types = out.pop("layer_types", None)
+    rates = {**_RATIO_OF_LAYER_TYPE, **_object(out, "compress_rates", name)}
+    layer_types = _names(out, "layer_types", name)
     if layer_types is not None:
         put("compress_ratios", [rates.get(kind, kind) for kind in layer_types], "layer_types")
-    routers = out.pop("mlp_layer_types", None)
+    routers = _names(out, "mlp_layer_types", name)
     if routers is not None:
         num_hash = sum(kind == "hash_moe" for kind in routers)
         expected = ["hash_moe"] * num_hash + ["moe"] * (len(routers) - num_hash)
-        if list(routers) == expected:
+        if routers == expected:
             put("num_hash_layers", num_hash, "mlp_layer_types")
         else:
             out["mlp_layer_types"] = routers  # not a prefix of hash layers: refused as unknown
     partial = out.pop("partial_rotary_factor", None)
     if partial is not None and "head_dim" in out:
-        put("qk_rope_head_dim", round(partial * out["head_dim"]), "partial_rotary_factor")
-    rope = out.pop("rope_parameters", None) or {}
+        head_dim = out["head_dim"]
+        if type(partial) not in (int, float) or not 0 < partial <= 1:
+            raise _refused("partial_rotary_factor", partial, "a number above 0 and at most 1", name)
+        if type(head_dim) is int:  # if not, it is refused when it is read
+            put("qk_rope_head_dim", round(partial * head_dim), "partial_rotary_factor")
+    rope = _object(out, "rope_parameters", name)
     nested = "main" in rope or "compress" in rope
-    main = dict(rope.get("main") or {})
-    compress = dict(rope.get("compress") or {}) if nested else dict(rope)
+    main = _object(rope, "main", name, "rope_parameters.main")
+    compress = _object(rope, "compress", name, "rope_parameters.compress") if nested else rope
     for theta, part, where in (
         ("rope_theta", main, "rope_parameters.main"),
         ("compress_rope_theta", compress, "rope_parameters.compress"),
@@ -127,3 +132,32 @@ def _from_transformers(out: dict[str, Any], put: Put) -> None:
     # transformers counts no drafting blocks: it never instantiates them.
     if layer_types is not None and len(layer_types) == out.get("num_hidden_layers"):
         out.pop("num_nextn_predict_layers", None)
+
+
+def _object(
+    values: dict[str, Any], key: str, name: str, spelled: str | None = None
+) -> dict[str, Any]:
+    """Take an optional object out of `values`; a copy, empty where it is absent or null."""
+    value = values.pop(key, None)
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise _refused(spelled or key, value, "an object", name)
+    return dict(value)
+
+
+def _names(values: dict[str, Any], key: str, name: str) -> list[str] | None:
+    """Take an optional list of strings out of `values`; None where it is absent or null."""
+    value = values.pop(key, None)
+    if value is None:
+        return None
+    if not isinstance(value, list) or any(not isinstance(item, str) for item in value):
+        raise _refused(key, value, "a list of strings", name)
+    return list(value)
+
+
+def _refused(key: str, value: Any, must_be: str, name: str) -> CheckpointError:
+    return CheckpointError(
+        f"the config of {name} gives {key} as {reprlib.repr(value)}; it must be {must_be}",
+        hint="use the config.json as the vendor ships it",
+    )

@@ -10,6 +10,7 @@ import pytest
 
 from metainfer.arch.deepseek_v4 import vendor_config
 from metainfer.arch.families import arch_from_config, known_names, read_arch
+from metainfer.arch.manifest import total_bytes
 from metainfer.arch.record import LayerKind, RouterKind, WeightFormat, YarnScaling
 from metainfer.arch.tiny import tiny_arch, tiny_config, tiny_quantised_arch, tiny_quantised_config
 from metainfer.core.dtypes import DType
@@ -151,6 +152,11 @@ def test_pebble_is_known() -> None:
     arch = read_arch("pebble")
     assert arch.name == "pebble"
     assert {layer.kind for layer in arch.layers} == set(LayerKind)
+
+
+def test_a_name_that_no_file_can_have() -> None:
+    with pytest.raises(UserError, match="there is no model at"):
+        read_arch("once upon a time " * 1000)
 
 
 def test_nothing_there(tmp_path: Path) -> None:
@@ -308,3 +314,71 @@ def test_refused_rope_parameters(part: str, changes: dict[str, Any], expected: s
 def test_hash_layers_must_come_first() -> None:
     config = transformers_config() | {"mlp_layer_types": ["moe", "hash_moe", "moe", "moe", "moe"]}
     assert "mlp_layer_types" in refusal(config)
+
+
+ODD_VALUES: tuple[Any, ...] = (
+    None,
+    "x",
+    -1,
+    True,
+    1.5,
+    float("inf"),
+    float("nan"),
+    10**30,
+    [],
+    [[]],
+    ["x"],
+    {},
+    {"type": []},
+    {"main": 5},
+    {"main": {"rope_theta": "x"}, "compress": {}},
+)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [tiny_config(), tiny_quantised_config(), inference_config(), transformers_config()],
+    ids=["released", "quantised", "inference", "transformers"],
+)
+def test_any_value_of_any_key_is_read_or_refused(config: dict[str, Any]) -> None:
+    """Nothing but a CheckpointError comes out, and what is read can be listed."""
+    places = [(config, key) for key in config]
+    nested = ("rope_scaling", "quantization_config", "rope_parameters", "compress_rates")
+    places += [(config[key], inner) for key in nested for inner in config.get(key) or {}]
+    refused = 0
+    for where, key in places:
+        before = where[key]
+        for value in ODD_VALUES:
+            where[key] = value
+            try:
+                arch = arch_from_config(config, "odd")
+            except CheckpointError:
+                refused += 1
+            else:
+                assert total_bytes(arch) > 0
+        where[key] = before
+    assert refused > 5 * len(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"n_routed_experts": 10**9}, "n_routed_experts is 1000000000; at most 4096 are handled"),
+        ({"num_nextn_predict_layers": 10**9}, "1000000000 drafting blocks for 5 layers"),
+    ],
+)
+def test_counts_that_would_list_tensors_without_end(changes: dict[str, Any], expected: str) -> None:
+    assert expected in refusal(tiny_config(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"layer_types": 3}, "layer_types as 3; it must be a list of strings"),
+        ({"compress_rates": [4]}, "compress_rates as [4]; it must be an object"),
+        ({"partial_rotary_factor": 2}, "partial_rotary_factor as 2; it must be a number above 0"),
+        ({"rope_parameters": {"main": 1}}, "rope_parameters.main as 1; it must be an object"),
+    ],
+)
+def test_malformed_keys_of_transformers_are_named(changes: dict[str, Any], expected: str) -> None:
+    assert expected in refusal({**transformers_config(), **changes})
