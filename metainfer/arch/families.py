@@ -91,7 +91,7 @@ def _locate(path_or_name: str | Path) -> tuple[Path, str]:
         return known, known.stem
     if os.path.isdir(path):
         config = path / "config.json"
-        if not config.is_file():
+        if not os.path.isfile(config):
             raise CheckpointError(
                 f"{path} has no config.json", hint="give the directory of a whole checkpoint"
             )

@@ -78,7 +78,10 @@ class CheckpointIndex:
                 cannot be read.
         """
         directory = Path(directory)
-        paths, weight_map, problems = _find_files(directory)
+        try:
+            paths, weight_map, problems = _find_files(directory)
+        except OSError as error:
+            raise CheckpointError(f"{directory} cannot be read: {error.strerror}") from error
         entries: dict[str, TensorEntry] = {}
         for path in paths:
             try:

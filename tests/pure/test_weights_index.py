@@ -208,6 +208,11 @@ def test_no_checkpoint(tmp_path: Path) -> None:
         CheckpointIndex.read(tmp_path)
 
 
+def test_directory_that_cannot_be_read() -> None:
+    with pytest.raises(CheckpointError, match="cannot be read: File name too long"):
+        CheckpointIndex.read("x" * 1000)
+
+
 def test_shards_without_an_index(tmp_path: Path) -> None:
     write(tmp_path / "part-1.safetensors", one_tensor("a"))
     assert set(CheckpointIndex.read(tmp_path).entries) == {"a"}
