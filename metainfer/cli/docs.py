@@ -7,6 +7,7 @@ repeat nothing by hand. With --check nothing is written, and pages that differ a
 from __future__ import annotations
 
 import argparse
+import inspect
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -89,7 +90,7 @@ def ops_page() -> str:
     for op in OPS.values():
         backends = ", ".join(f"`{name}`" for name in sorted(registry.backends(op.name)))
         tolerance = f"{op.tolerance.float32:g} in float32, {op.tolerance.bfloat16:g} in bfloat16"
-        lines += ["", f"## {op.name}", "", "```", *op.doc.strip().splitlines(), "```", ""]
+        lines += ["", f"## {op.name}", "", "```", *inspect.cleandoc(op.doc).splitlines(), "```", ""]
         lines += [f"Backends: {backends}. Tolerance: {tolerance}."]
         for model, cases in op.cases.items():
             lines += ["", f"Cases of {model}:", "", *(f"- `{case}`" for case in cases)]

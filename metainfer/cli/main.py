@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from types import MappingProxyType
 from typing import NoReturn
@@ -45,8 +45,13 @@ def entry() -> NoReturn:
     """The console script."""
     environment = read_environment()
     terminal = Terminal.standard(environment)
+    finish(lambda: _dispatch(sys.argv[1:], terminal, environment), terminal)
+
+
+def finish(run: Callable[[], int], terminal: Terminal) -> NoReturn:
+    """End this process with what `run` returns, or with the exit code of what it raises."""
     try:
-        code = main(sys.argv[1:], terminal, environment)
+        code = guarded(run, terminal)
         terminal.out.flush()
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
@@ -61,8 +66,13 @@ def entry() -> NoReturn:
 
 def main(arguments: Sequence[str], terminal: Terminal, environment: Mapping[str, str]) -> int:
     """Run one command line and return its exit code; only interruptions are raised."""
+    return guarded(lambda: _dispatch(arguments, terminal, environment), terminal)
+
+
+def guarded(run: Callable[[], int], terminal: Terminal) -> int:
+    """What `run` returns; errors become sentences and exit codes."""
     try:
-        return _dispatch(arguments, terminal, environment)
+        return run()
     except UserError as error:
         terminal.error(error)
     except BrokenPipeError:
