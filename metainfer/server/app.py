@@ -112,7 +112,7 @@ def _application(service: Service) -> FastAPI:
 
     async def on_http_error(_: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException), "registered for HTTPException"
-        return error_response(http_error(error), service.settings)
+        return error_response(http_error(error), service.settings, error.headers)
 
     app = FastAPI(
         title="metainfer",

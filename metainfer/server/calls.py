@@ -58,17 +58,19 @@ async def read_json(request: HttpRequest, max_bytes: int) -> Any:
         raise RequestError(f"the body is not valid JSON: {error}", code="invalid_json") from None
 
 
-def check_length(prompt_tokens: int, max_tokens: int | None, max_model_len: int) -> None:
+def check_length(
+    prompt_tokens: int, max_tokens: int | None, max_model_len: int, param: str
+) -> None:
     """Raises RequestError for an empty prompt and for one that leaves no room for the answer."""
     if prompt_tokens == 0:
-        raise RequestError("the prompt is empty", param="prompt", code="empty_prompt")
+        raise RequestError("the prompt is empty", param=param, code="empty_prompt")
     wanted = 1 if max_tokens is None else max_tokens
     if prompt_tokens + wanted > max_model_len:
         raise RequestError(
             f"This model's maximum context length is {max_model_len} tokens. However, you "
             f"requested {prompt_tokens + wanted} tokens ({prompt_tokens} in the prompt, {wanted} "
             "in the completion)",
-            param="messages",
+            param=param,
             code="context_length_exceeded",
             hint="Please reduce the length of the prompt or the completion.",
         )
@@ -81,6 +83,8 @@ def open_call(
     sampling: Callable[[int], SamplingParams],
     n: int,
     options: TextOptions,
+    *,
+    param: str,
     new_parser: Callable[[], OutputParser] | None = None,
     priority: int = 0,
 ) -> Call:
@@ -89,6 +93,7 @@ def open_call(
     Args:
         sampling: parameters for a prompt of that many tokens. Choices after the first get seeds
             that count up, so that they differ and can still be repeated.
+        param: the field that the prompts came from, for errors.
 
     Raises RequestError if one of them cannot be served; then none is.
     """
@@ -104,7 +109,7 @@ def open_call(
     arrival_s = time.monotonic()
     for prompt in prompts:
         params = sampling(len(prompt))
-        check_length(len(prompt), params.max_tokens, service.max_model_len)
+        check_length(len(prompt), params.max_tokens, service.max_model_len, param)
         for choice in range(n):
             seed = None if params.seed is None else params.seed + choice
             request = Request(

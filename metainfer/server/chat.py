@@ -49,8 +49,9 @@ async def chat_completions(request: Request, service: Service) -> Response:
         sampling,
         body.n,
         body.text_options(),
-        prompt.parser,
-        body.priority,
+        param="messages",
+        new_parser=prompt.parser,
+        priority=body.priority,
     )
     if body.stream:
         write = ChatChunks(service, body, call_id, call).write

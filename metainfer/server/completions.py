@@ -45,7 +45,14 @@ async def completions(request: Request, service: Service) -> Response:
 
     call_id = CallId.new("cmpl", service)
     call = open_call(
-        service, call_id, token_ids, sampling, body.n, body.text_options(), None, body.priority
+        service,
+        call_id,
+        token_ids,
+        sampling,
+        body.n,
+        body.text_options(),
+        param="prompt",
+        priority=body.priority,
     )
     choices = [
         Choice(index, prompts[index // body.n], body, call, service)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -34,7 +35,7 @@ def error_record(error: UserError) -> dict[str, Any]:
 
 
 def error_response(
-    error: UserError, settings: ServerSettings, headers: dict[str, str] | None = None
+    error: UserError, settings: ServerSettings, headers: Mapping[str, str] | None = None
 ) -> JSONResponse:
     """The whole answer; those turned away for load are told when to come back."""
     status = error.status if isinstance(error, RequestError) else 400

@@ -32,7 +32,8 @@ class Guard:
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app
         self._service = service
-        self._keys = [_digest(key) for key in service.settings.api_keys]
+        keys = service.settings.api_keys
+        self._keys = [_digest(key.encode("utf-8", "surrogateescape")) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -63,7 +64,7 @@ class Guard:
         if not self._keys:
             return True
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        digest = _digest(key.strip() if scheme.lower() == "bearer" else "")
+        digest = _digest(key.strip().encode("latin-1") if scheme.lower() == "bearer" else b"")
         # All keys are compared, each in constant time: how long it takes tells nothing.
         return sum(hmac.compare_digest(digest, known) for known in self._keys) > 0
 
@@ -111,6 +112,6 @@ class _Answer:
         await self._send(message)
 
 
-def _digest(key: str) -> bytes:
+def _digest(key: bytes) -> bytes:
     """Of equal length for all keys, so that comparing them does not tell their length."""
-    return hashlib.sha256(key.encode()).digest()
+    return hashlib.sha256(key).digest()

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from metainfer.core.config import flag
+from metainfer.core.errors import UserError
+
+LOOPBACK = "127.0.0.1"
+
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
@@ -18,12 +23,51 @@ class ServerSettings:
             clients keep waiting while a long prompt runs.
         retry_after_s: what a client that is turned away for load is told to wait.
         drain_s: how long a stopping server waits for running requests before it ends them.
+
+    Raises UserError naming the flag whose value makes no sense.
     """
 
-    api_keys: tuple[str, ...] = ()
-    cors_origins: tuple[str, ...] = ()
-    max_body_bytes: int = 32 * 2**20
-    max_choices: int = 128
-    ping_s: float = 15.0
-    retry_after_s: int = 1
-    drain_s: float = 30.0
+    host: str = flag(
+        "--host", "Address to listen on; 0.0.0.0 opens the server to the network", LOOPBACK
+    )
+    port: int = flag("--port", "Port to listen on; 0 takes a free one", 8000)
+    api_keys: tuple[str, ...] = flag(
+        "--api-key", "Keys of which a client must send one", (), env="METAINFER_API_KEY", many=True
+    )
+    cors_origins: tuple[str, ...] = flag(
+        "--allowed-origins", "Origins whose web pages may call the API", (), unit="url", many=True
+    )
+    max_body_bytes: int = flag(
+        "--max-body-bytes", "Longest request body; longer ones get 413", 32 * 2**20, unit="bytes"
+    )
+    max_choices: int = flag(
+        "--max-choices", "Most answers of one call, prompts times n", 128, unit="n"
+    )
+    ping_s: float = flag(
+        "--ping-interval", "Silence after which a stream gets a comment", 15.0, unit="seconds"
+    )
+    retry_after_s: int = flag(
+        "--retry-after", "What a client is told to wait when the queue is full", 1, unit="seconds"
+    )
+    drain_s: float = flag(
+        "--shutdown-timeout",
+        "How long running requests may take once the server is told to stop",
+        30.0,
+        unit="seconds",
+    )
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65_535:
+            raise UserError(f"--port {self.port} is not between 0 and 65535")
+        if not all(self.api_keys):
+            raise UserError("--api-key is empty", hint="leave it out to ask for no key")
+        for name, value, least in (
+            ("--max-body-bytes", self.max_body_bytes, 1),
+            ("--max-choices", self.max_choices, 1),
+            ("--retry-after", self.retry_after_s, 0),
+            ("--shutdown-timeout", self.drain_s, 0),
+        ):
+            if not least <= value < float("inf"):
+                raise UserError(f"{name} {value:g} is not a number of at least {least}")
+        if not self.ping_s > 0:
+            raise UserError(f"--ping-interval {self.ping_s:g} is not above 0")

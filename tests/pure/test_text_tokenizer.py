@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from metainfer.core.errors import CheckpointError, RequestError, UserError
@@ -148,7 +148,3 @@ def test_generation_config(tmp_path: Path) -> None:
     file.write_text('{"top_p": "0.9"}')
     with pytest.raises(CheckpointError, match="top_p is '0.9'"):
         GenerationConfig.load(tmp_path)
-
-
-settings.register_profile("metainfer", deadline=None)
-settings.load_profile("metainfer")
