@@ -82,8 +82,7 @@ def serving(terminal: Terminal, directory: Path) -> Iterator[int]:
     Raises UserError with its last words if it does not start, or does not stop in good order.
     """
     port = free_port()
-    command = [sys.executable, "-m", "metainfer", "serve", str(directory)]
-    command += ["--host", _LOOPBACK, "--port", str(port)]
+    command = serve_command(directory, port)
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
         # Ctrl-C reaches the parent alone, which then stops the server.
         server = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
@@ -102,6 +101,11 @@ def serving(terminal: Terminal, directory: Path) -> Iterator[int]:
         finally:
             server.kill()
             server.wait()
+
+
+def serve_command(directory: Path, port: int) -> list[str]:
+    words = [sys.executable, "-m", "metainfer", "serve", str(directory)]
+    return [*words, "--host", _LOOPBACK, "--port", str(port)]
 
 
 def free_port() -> int:
