@@ -35,7 +35,8 @@ FOREIGN_FLAGS: Mapping[str, str] = MappingProxyType(
         "--enable-prefix-caching": _NO_PREFIX_CACHE,
         "--enforce-eager": _NO_GRAPHS,
         "--ep-size": _ONE_RANK,
-        "--generation-config": "defaults of sampling are OpenAI's: set them in the request",
+        "--generation-config": "defaults of sampling are read from the model's"
+        " generation_config.json: leave it out",
         "--hf-overrides": "edit config.json in the checkpoint's directory",
         "--load-format": "checkpoints are safetensors: write a random one with"
         " `metainfer weights synth`",

@@ -12,6 +12,7 @@ from metainfer.core.errors import UserError
 from metainfer.core.units import format_bytes
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+_GENERATION_FILE = "generation_config.json"  # goes with them where there is one
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,8 @@ def _tokenizer_files(directory: Path | None) -> list[Path]:
     for file in files:
         if not file.is_file():
             raise UserError(f"{file} does not exist")
-    return files
+    generation = directory / _GENERATION_FILE
+    return [*files, generation] if generation.is_file() else files
 
 
 VERB = Verb(
