@@ -1,0 +1,82 @@
+"""Compressors: the softmax of each entry over its tokens, in tiles of entries."""
+
+from __future__ import annotations
+
+import torch
+
+from metainfer.kernels.cpu.backend import cpu_backend
+from metainfer.kernels.cpu.norm import normed
+from metainfer.kernels.cpu.rope import angles, turn
+from metainfer.kernels.cpu.tiles import row_tiles
+from metainfer.kernels.reference.dtypes import TORCH_DTYPES
+from metainfer.ops.compress import CompressCase
+
+
+def compress(
+    case: CompressCase,
+    rows_NW: torch.Tensor,
+    first_window: int,
+    norm_weight_D: torch.Tensor,
+    rotation_ER2: torch.Tensor,
+) -> torch.Tensor:
+    entries_ED = torch.empty(len(rotation_ER2), case.width, dtype=TORCH_DTYPES[case.dtype])
+    windows_ERW = rows_NW.unflatten(0, (len(rows_NW) // case.ratio, case.ratio))
+    own_ERW = windows_ERW[1:] if case.overlap else windows_ERW
+    angle_E1R = angles(rotation_ER2)
+    for tile in row_tiles(len(entries_ED), case.span * case.row_width):
+        value_ESD, score_ESD = _halves(case, windows_ERW[tile], own_ERW[tile])
+        if case.overlap and first_window + tile.start == 0:
+            value_ESD[0, : case.ratio] = 0.0
+            score_ESD[0, : case.ratio] = -torch.inf
+        entries_ED[tile] = _entries(case, value_ESD, score_ESD, norm_weight_D, angle_E1R[tile])
+    return entries_ED
+
+
+def compress_decode(
+    case: CompressCase,
+    ring_NW: torch.Tensor,
+    ring_rows_CS: torch.Tensor,
+    norm_weight_D: torch.Tensor,
+    rotation_CR2: torch.Tensor,
+) -> torch.Tensor:
+    rows_CSW = ring_NW[ring_rows_CS.clamp(min=0)]
+    before_CRW, own_CRW = rows_CSW[:, : case.ratio], rows_CSW[:, -case.ratio :]
+    value_CSD, score_CSD = _halves(case, before_CRW, own_CRW)
+    missing_CS1 = (ring_rows_CS < 0).unsqueeze(2)
+    value_CSD = value_CSD.masked_fill(missing_CS1, 0.0)
+    score_CSD = score_CSD.masked_fill(missing_CS1, -torch.inf)
+    entries_CD = _entries(case, value_CSD, score_CSD, norm_weight_D, angles(rotation_CR2))
+    return entries_CD.to(TORCH_DTYPES[case.dtype])
+
+
+def _halves(
+    case: CompressCase, before_ERW: torch.Tensor, own_ERW: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values and scores [E, span, D] of the tokens that each entry mixes: where windows overlap
+    the halves A of the window before and B of its own, else all of its own."""
+    if not case.overlap:
+        value_ESD, score_ESD = own_ERW.chunk(2, dim=-1)
+        return value_ESD, score_ESD
+    a_value, _, a_score, _ = before_ERW.chunk(4, dim=-1)
+    _, b_value, _, b_score = own_ERW.chunk(4, dim=-1)
+    return torch.cat([a_value, b_value], dim=1), torch.cat([a_score, b_score], dim=1)
+
+
+def _entries(
+    case: CompressCase,
+    value_ESD: torch.Tensor,
+    score_ESD: torch.Tensor,
+    norm_weight_D: torch.Tensor,
+    angle_E1R: torch.Tensor,
+) -> torch.Tensor:
+    """fp32 [E, D], normed and rotated."""
+    pooled_ED = score_ESD.softmax(1).mul_(value_ESD).sum(1)
+    normed_ED = normed(pooled_ED, case.eps).mul_(norm_weight_D)
+    turn(normed_ED.unsqueeze(1), angle_E1R)
+    return normed_ED
+
+
+BACKENDS = (
+    cpu_backend("attention.compress", compress),
+    cpu_backend("attention.compress_decode", compress_decode),
+)

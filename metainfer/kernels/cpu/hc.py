@@ -1,0 +1,135 @@
+"""Hyper-connections: one product per row for all mixes, and Sinkhorn's rounds with few calls."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from metainfer.kernels.cpu.backend import cpu_backend
+from metainfer.kernels.cpu.norm import inverse_rms
+from metainfer.kernels.cpu.tiles import row_tiles
+from metainfer.kernels.reference.dtypes import TORCH_DTYPES
+from metainfer.ops.hc import HyperCase
+
+# Up to here the rounds of all rows are products with one small matrix.
+_FEW_STREAMS = 64
+
+
+class Mixes(NamedTuple):
+    """fn of the contract times its scales, transposed, and base: fp32 [K, M], [M]."""
+
+    fn_KM: torch.Tensor
+    base_M: torch.Tensor
+
+
+def prepare_mix(
+    case: HyperCase, fn_MK: torch.Tensor, base_M: torch.Tensor, scale_3: torch.Tensor
+) -> Mixes:
+    streams = case.streams
+    counts = torch.tensor([streams, streams, streams * streams])
+    scale_M = scale_3.repeat_interleave(counts)
+    return Mixes((fn_MK * scale_M.unsqueeze(1)).T.contiguous(), base_M)
+
+
+def prepare_head(
+    case: HyperCase, fn_SK: torch.Tensor, base_S: torch.Tensor, scale_1: torch.Tensor
+) -> Mixes:
+    return Mixes((fn_SK * scale_1).T.contiguous(), base_S)
+
+
+def mix(
+    case: HyperCase, weights: Mixes, streams_TSD: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows, streams = len(streams_TSD), case.streams
+    u_TD = torch.empty(rows, case.width, dtype=TORCH_DTYPES[case.dtype])
+    m_TM = torch.empty(rows, len(weights.base_M))
+    for tile in row_tiles(rows, streams * case.width):
+        streams_tSD = streams_TSD[tile].float()
+        m_tM = _mixes(case, weights, streams_tSD, m_TM[tile])
+        u_TD[tile] = _weighted(m_tM[:, :streams].sigmoid().add_(case.eps), streams_tSD)
+    post_TS = m_TM[:, streams : 2 * streams].sigmoid().mul_(2)
+    comb_TSS = m_TM[:, 2 * streams :].unflatten(1, (streams, streams)).softmax(-1).add_(case.eps)
+    return u_TD, post_TS, _sinkhorn(case, comb_TSS)
+
+
+def head(case: HyperCase, weights: Mixes, streams_TSD: torch.Tensor) -> torch.Tensor:
+    x_TD = torch.empty(len(streams_TSD), case.width, dtype=TORCH_DTYPES[case.dtype])
+    for tile in row_tiles(len(streams_TSD), case.streams * case.width):
+        streams_tSD = streams_TSD[tile].float()
+        m_tS = _mixes(case, weights, streams_tSD, torch.empty(len(streams_tSD), case.streams))
+        x_TD[tile] = _weighted(m_tS.sigmoid_().add_(case.eps), streams_tSD)
+    return x_TD
+
+
+def _mixes(
+    case: HyperCase, weights: Mixes, streams_TSD: torch.Tensor, out_TM: torch.Tensor
+) -> torch.Tensor:
+    """fn z * scale + base into `out_TM`."""
+    x_TK = streams_TSD.flatten(1)
+    m_TM = x_TK @ weights.fn_KM
+    return torch.addcmul(weights.base_M, m_TM, inverse_rms(x_TK, case.norm_eps), out=out_TM)
+
+
+def _weighted(pre_TS: torch.Tensor, streams_TSD: torch.Tensor) -> torch.Tensor:
+    return torch.bmm(pre_TS.unsqueeze(1), streams_TSD).squeeze(1)
+
+
+def _sinkhorn(case: HyperCase, comb_TSS: torch.Tensor) -> torch.Tensor:
+    """The contract's rounds, from the first division by column sums on."""
+    if comb_TSS.shape[0] * case.streams <= _FEW_STREAMS:
+        return _scaled_by_vectors(case, comb_TSS)
+    comb_SST = comb_TSS.permute(1, 2, 0).contiguous()
+    for half in range(2 * case.iterations - 1):
+        comb_SST /= comb_SST.sum(half % 2, keepdim=True).add_(case.eps)
+    return comb_SST.permute(2, 0, 1)
+
+
+def _scaled_by_vectors(case: HyperCase, comb_TSS: torch.Tensor) -> torch.Tensor:
+    """The same, for few rows.
+
+    After any round the matrix is r[i] comb[i, j] c[j]. Dividing by (column sums + eps) makes
+    1 / c[j] into eps / c[j] + sum over i of comb[i, j] r[i], and likewise for the rows: one product
+    of a vector with a matrix that has the combs of all rows on its diagonal.
+    """
+    rows, streams = comb_TSS.shape[:2]
+    number = np.arange(rows)
+    comb = np.zeros((rows, streams, rows, streams), np.float32)
+    comb[number, :, number, :] = comb_TSS.numpy()
+    by_row = comb.reshape(rows * streams, rows * streams)
+    by_column = np.ascontiguousarray(by_row.T)
+    r, c, inverse_r, inverse_c, sums = np.ones((5, rows * streams), np.float32)
+    for half in range(2 * case.iterations - 1):
+        if half % 2 == 0:
+            matrix, vector, inverse, result = by_column, r, inverse_c, c
+        else:
+            matrix, vector, inverse, result = by_row, c, inverse_r, r
+        np.dot(matrix, vector, out=sums)
+        inverse *= case.eps
+        inverse += sums
+        np.reciprocal(inverse, out=result)
+    r_TS1, c_T1S = (torch.from_numpy(v).view(rows, streams) for v in (r, c))
+    return comb_TSS.mul_(r_TS1.unsqueeze(2)).mul_(c_T1S.unsqueeze(1))
+
+
+def expand(
+    case: HyperCase,
+    streams_TSD: torch.Tensor,
+    y_TD: torch.Tensor,
+    post_TS: torch.Tensor,
+    comb_TSS: torch.Tensor,
+) -> torch.Tensor:
+    for tile in row_tiles(len(streams_TSD), case.streams * case.width):
+        added_tSD = post_TS[tile].unsqueeze(2) * y_TD[tile].unsqueeze(1)
+        streams_TSD[tile] = torch.baddbmm(
+            added_tSD, comb_TSS[tile].transpose(1, 2), streams_TSD[tile].float()
+        )
+    return streams_TSD
+
+
+BACKENDS = (
+    cpu_backend("hc.mix", mix, prepare_mix),
+    cpu_backend("hc.expand", expand),
+    cpu_backend("hc.head", head, prepare_head),
+)
