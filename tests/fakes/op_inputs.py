@@ -420,6 +420,7 @@ VARIANTS: Mapping[str, Mapping[str, Maker]] = {
         "start": partial(_sparse_prefill, rows=37, start=45),
         "one late row": partial(_sparse_prefill, rows=1, start=99),
         "short halo": partial(_sparse_prefill, rows=9, start=3),
+        "many entries": partial(_sparse_prefill, rows=70, start=400),
         "long halo": partial(_sparse_prefill, rows=9, start=50, halo=41),
         "sharp": partial(_sparse_prefill, rows=21, start=20, sharpness=30.0),
         "all entries": partial(_sparse_prefill, rows=37, start=45, select=False),

@@ -15,10 +15,13 @@ def on_cpu(case: Any, target: Target) -> Verdict:
 
 
 def cpu_backend(
-    op: str, run: Callable[..., Any], prepare: Callable[..., Any] | None = None
+    op: str,
+    run: Callable[..., Any],
+    prepare: Callable[..., Any] | None = None,
+    eligible: Callable[[Any, Target], Verdict] = on_cpu,
 ) -> Backend:
     """The backend of `op` that keeps its weights as they are stored."""
-    return Backend(op, "cpu", run, on_cpu, prepare)
+    return Backend(op, "cpu", run, eligible, prepare)
 
 
 def expanded_backend(op: str, run: Callable[..., Any], prepare: Callable[..., Any]) -> Backend:

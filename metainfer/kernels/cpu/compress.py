@@ -39,7 +39,8 @@ def compress_decode(
     norm_weight_D: torch.Tensor,
     rotation_CR2: torch.Tensor,
 ) -> torch.Tensor:
-    rows_CSW = ring_NW[ring_rows_CS.clamp(min=0)]
+    rows = ring_NW.index_select(0, ring_rows_CS.flatten().clamp(min=0))
+    rows_CSW = rows.unflatten(0, ring_rows_CS.shape)
     before_CRW, own_CRW = rows_CSW[:, : case.ratio], rows_CSW[:, -case.ratio :]
     value_CSD, score_CSD = _halves(case, before_CRW, own_CRW)
     missing_CS1 = (ring_rows_CS < 0).unsqueeze(2)

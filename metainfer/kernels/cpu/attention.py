@@ -1,0 +1,183 @@
+"""Attention over window and entries in tiles of rows.
+
+A tile multiplies its queries with the latents of its own windows and with the entries. Where rows
+choose few of many entries, each row's entries are gathered; else the tile takes all that its rows
+see, and a mask keeps those that each row chose.
+
+Scores are fp32 products of fp32 numbers: in bf16 large scores would lose what softmax looks at.
+Each head's sink is one more column of the scores, without a key.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from metainfer.kernels.cpu.backend import cpu_backend
+from metainfer.kernels.cpu.tiles import row_tiles
+from metainfer.kernels.reference.dtypes import TORCH_DTYPES
+from metainfer.ops.attention import AttentionCase
+
+# Scores (rows x heads x keys) that a tile holds, and the most rows of one.
+_TILE_SCORES = 2**19
+_TILE_ROWS = 64
+
+
+def sparse_prefill(
+    case: AttentionCase,
+    q_THD: torch.Tensor,
+    latents_ND: torch.Tensor,
+    start: int,
+    sink_H: torch.Tensor,
+    entries_MD: torch.Tensor | None = None,
+    entry_rows_E: torch.Tensor | None = None,
+    selected_TK: torch.Tensor | None = None,
+) -> torch.Tensor:
+    rows, halo = len(q_THD), len(latents_ND) - len(q_THD)
+    entries_ED = latents_ND[:0]
+    if entries_MD is not None and entry_rows_E is not None:
+        entries_ED = entries_MD.index_select(0, entry_rows_E).to(q_THD.dtype)
+    gathers, keys = False, len(entries_ED)
+    if selected_TK is not None and _gather_is_cheaper(case, selected_TK.shape[1], keys):
+        gathers, keys = True, selected_TK.shape[1]
+    out_THD = torch.empty_like(q_THD)
+    step = max(1, min(_TILE_ROWS, _TILE_SCORES // (case.heads * (keys + case.window))))
+    for tile in row_tiles(rows, 1, step):
+        first = max(0, halo + tile.start - case.window + 1)
+        window_ND = latents_ND[first : halo + tile.stop]
+        window_mask_tN = _window_mask(case, tile, halo - first, len(window_ND))
+        q_tHD = q_THD[tile].float() * case.width**-0.5
+        chosen_tK = None if selected_TK is None else selected_TK[tile]
+        if gathers and chosen_tK is not None:
+            out_THD[tile] = _attend_gathered(
+                q_tHD, window_ND, window_mask_tN, sink_H, entries_ED, chosen_tK
+            )
+            continue
+        seen_t = (torch.arange(tile.start, tile.stop) + (start + 1)) // max(1, case.ratio)
+        seen_ED = entries_ED[: int(seen_t[-1])]
+        mask_tN = torch.cat([window_mask_tN, _entry_mask(len(seen_ED), seen_t, chosen_tK)], dim=1)
+        out_THD[tile] = _attend(q_tHD, torch.cat([window_ND, seen_ED]), mask_tN, sink_H)
+    return out_THD
+
+
+def _gather_is_cheaper(case: AttentionCase, chosen: int, entries: int) -> bool:
+    """As measured: gathering an entry for one row costs as much as the products of some heads."""
+    return entries * case.heads > chosen * (case.heads + 12)
+
+
+def _window_mask(case: AttentionCase, tile: slice, offset: int, keys: int) -> torch.Tensor:
+    """fp32 [t, N], 0 where a row of the tile sees a latent and -inf elsewhere; `offset`: place of
+    row 0 of the call among the latents."""
+    age_tN = torch.arange(tile.start, tile.stop).unsqueeze(1) - (torch.arange(keys) - offset)
+    hidden_tN = (age_tN < 0).logical_or_(age_tN >= case.window)
+    return torch.zeros(hidden_tN.shape).masked_fill_(hidden_tN, -torch.inf)
+
+
+def _entry_mask(
+    entries: int, seen_T: torch.Tensor, selected_TK: torch.Tensor | None
+) -> torch.Tensor:
+    """The same for the first `entries` entries: those that a row sees, or of these the selected."""
+    if selected_TK is None:
+        hidden_TE = torch.arange(entries) >= seen_T.unsqueeze(1)
+        return torch.zeros(hidden_TE.shape).masked_fill_(hidden_TE, -torch.inf)
+    # One column more takes the -1 of rows with fewer entries.
+    mask_TE = torch.full((len(seen_T), entries + 1), -torch.inf)
+    none_TK = selected_TK.masked_fill(selected_TK < 0, entries)
+    return mask_TE.scatter_(1, none_TK, 0.0)[:, :entries]
+
+
+def _attend(
+    q_THD: torch.Tensor,
+    keys_ND: torch.Tensor,
+    mask_TN: torch.Tensor,
+    sink_H: torch.Tensor,
+) -> torch.Tensor:
+    """Rows with the same keys under a mask; q scaled, in fp32."""
+    rows, heads = q_THD.shape[:2]
+    scores_THN = _with_sinks(rows, heads, len(keys_ND), sink_H)
+    scores_RN = scores_THN.flatten(0, 1)[:, :-1]
+    torch.mm(q_THD.flatten(0, 1), keys_ND.float().T, out=scores_RN)
+    scores_THN[..., :-1].add_(mask_TN.unsqueeze(1))
+    weights_RN = _softmax(scores_THN).flatten(0, 1)[:, :-1].to(keys_ND.dtype)
+    return (weights_RN @ keys_ND).unflatten(0, (rows, heads))
+
+
+def _attend_gathered(
+    q_THD: torch.Tensor,
+    window_ND: torch.Tensor,
+    mask_TN: torch.Tensor,
+    sink_H: torch.Tensor,
+    entries_ED: torch.Tensor,
+    selected_TK: torch.Tensor,
+) -> torch.Tensor:
+    """Rows with the same window under a mask, and entries of their own."""
+    rows, heads = q_THD.shape[:2]
+    window, dtype = len(window_ND), entries_ED.dtype
+    scores_THN = _with_sinks(rows, heads, window + selected_TK.shape[1], sink_H)
+    scores_RN = scores_THN.flatten(0, 1)
+    torch.mm(q_THD.flatten(0, 1), window_ND.float().T, out=scores_RN[:, :window])
+    scores_THN[..., :window].add_(mask_TN.unsqueeze(1))
+    entries_TKD = _rows_of(entries_ED, selected_TK.clamp(min=0))
+    scores_THK = scores_THN[..., window:-1]
+    scores_THK.copy_(torch.bmm(q_THD, entries_TKD.float().transpose(1, 2)))
+    scores_THK.masked_fill_((selected_TK < 0).unsqueeze(1), -torch.inf)
+    weights_THN = _softmax(scores_THN).to(dtype)
+    out_THD = torch.bmm(weights_THN[..., window:-1], entries_TKD)
+    of_window_RD = weights_THN.flatten(0, 1)[:, :window] @ window_ND
+    return out_THD.add_(of_window_RD.view_as(out_THD))
+
+
+def sparse_decode(
+    case: AttentionCase,
+    q_THD: torch.Tensor,
+    ring_ND: torch.Tensor,
+    window_rows_TW: torch.Tensor,
+    sink_H: torch.Tensor,
+    entries_MD: torch.Tensor | None = None,
+    entry_rows_TK: torch.Tensor | None = None,
+) -> torch.Tensor:
+    dtype = TORCH_DTYPES[case.dtype]
+    columns = 0 if entry_rows_TK is None else entry_rows_TK.shape[1]
+    keys = case.window + columns
+    out_THD = torch.empty_like(q_THD)
+    for tile in row_tiles(len(q_THD), keys * case.width):
+        keys_tND, rows_tN = _rows_of(ring_ND, window_rows_TW[tile]), window_rows_TW[tile]
+        if entries_MD is not None and entry_rows_TK is not None:
+            entries_tKD = _rows_of(entries_MD, entry_rows_TK[tile])
+            keys_tND = torch.cat([keys_tND, entries_tKD], dim=1)
+            rows_tN = torch.cat([rows_tN, entry_rows_TK[tile]], dim=1)
+        keys_tND = keys_tND.float()
+        scores_tHN = _with_sinks(len(keys_tND), case.heads, keys, sink_H)
+        q_tHD = q_THD[tile].float() * case.width**-0.5
+        scores_tHN[..., :-1] = torch.bmm(q_tHD, keys_tND.transpose(1, 2))
+        missing_tN = rows_tN < 0
+        if bool(missing_tN.any()):
+            # The rows that stand in for none may hold NaN.
+            keys_tND.masked_fill_(missing_tN.unsqueeze(2), 0.0)
+            scores_tHN[..., :-1].masked_fill_(missing_tN.unsqueeze(1), -torch.inf)
+        weights_tHN = _softmax(scores_tHN)[..., :-1]
+        out_THD[tile] = torch.bmm(weights_tHN, keys_tND).to(dtype)
+    return out_THD
+
+
+def _rows_of(cache_ND: torch.Tensor, rows_TK: torch.Tensor) -> torch.Tensor:
+    """[T, K, D]: the listed rows; row 0 for -1."""
+    listed = cache_ND.index_select(0, rows_TK.flatten().clamp(min=0))
+    return listed.view(*rows_TK.shape, cache_ND.shape[1])
+
+
+def _with_sinks(rows: int, heads: int, keys: int, sink_H: torch.Tensor) -> torch.Tensor:
+    """fp32 [T, H, keys + 1] for scores, the sinks in the last column."""
+    scores_THN = torch.empty(rows, heads, keys + 1)
+    scores_THN[..., -1] = sink_H
+    return scores_THN
+
+
+def _softmax(scores_THN: torch.Tensor) -> torch.Tensor:
+    """In place, over window, entries and sink."""
+    return torch.softmax(scores_THN, -1, out=scores_THN)
+
+
+BACKENDS = (
+    cpu_backend("attention.sparse_prefill", sparse_prefill),
+    cpu_backend("attention.sparse_decode", sparse_decode),
+)

@@ -1,0 +1,105 @@
+"""The lightning indexer: scores in tiles of rows, the choice by the K-th score without a sort."""
+
+from __future__ import annotations
+
+import torch
+
+from metainfer.kernels.cpu.backend import cpu_backend
+from metainfer.kernels.cpu.tiles import row_tiles
+from metainfer.kernels.reference.dtypes import TORCH_DTYPES
+from metainfer.ops.index import IndexCase
+
+# Products (rows x heads x entries) that are held at a time.
+_TILE_PRODUCTS = 2**20
+
+
+def index_topk(
+    case: IndexCase,
+    q_THI: torch.Tensor,
+    weights_TH: torch.Tensor,
+    keys_MI: torch.Tensor,
+    key_rows_E: torch.Tensor,
+    start: int,
+) -> torch.Tensor:
+    rows, entries = len(q_THI), len(key_rows_E)
+    ids_TK = torch.empty(rows, case.topk, dtype=torch.int64)
+    seen_T = (torch.arange(start + 1, start + rows + 1) // case.ratio).clamp_(max=entries)
+    keys_EI = keys_MI.index_select(0, key_rows_E).to(TORCH_DTYPES[case.dtype])
+    for tile in row_tiles(rows, case.heads * entries, _TILE_PRODUCTS):
+        seen_t = seen_T[tile]
+        most = int(seen_t[-1])
+        if most <= case.topk:
+            ids_TK[tile] = _first(case, seen_t)
+            continue
+        q_tHI = q_THI[tile]
+        products_tHE = (q_tHI.flatten(0, 1) @ keys_EI[:most].T).unflatten(0, (-1, case.heads))
+        ids_TK[tile] = _choose(case, products_tHE, weights_TH[tile], seen_t)
+    return ids_TK
+
+
+def index_topk_decode(
+    case: IndexCase,
+    q_THI: torch.Tensor,
+    weights_TH: torch.Tensor,
+    keys_MI: torch.Tensor,
+    key_rows_TE: torch.Tensor,
+) -> torch.Tensor:
+    rows, entries = key_rows_TE.shape
+    seen_T = (key_rows_TE >= 0).sum(1)
+    if entries <= case.topk:
+        return _first(case, seen_T)
+    ids_TK = torch.empty(rows, case.topk, dtype=torch.int64)
+    for tile in row_tiles(rows, case.heads * entries, _TILE_PRODUCTS):
+        # A row of the cache that nobody listed may stand in where the list has ended: what it
+        # gives is not looked at.
+        listed = keys_MI.index_select(0, key_rows_TE[tile].flatten().clamp(min=0))
+        keys_tEI = listed.view(-1, entries, case.width).to(TORCH_DTYPES[case.dtype])
+        products_tHE = torch.bmm(q_THI[tile], keys_tEI.transpose(1, 2))
+        ids_TK[tile] = _choose(case, products_tHE, weights_TH[tile], seen_T[tile])
+    return ids_TK
+
+
+def _first(case: IndexCase, seen_T: torch.Tensor) -> torch.Tensor:
+    """The choice where no row sees more than K entries: all of them."""
+    number_K = torch.arange(case.topk)
+    return torch.where(number_K < seen_T.unsqueeze(1), number_K, -1)
+
+
+def _choose(
+    case: IndexCase, products_THE: torch.Tensor, weights_TH: torch.Tensor, seen_T: torch.Tensor
+) -> torch.Tensor:
+    """The K best of the first `seen` entries of each row."""
+    scale = (case.width * case.heads) ** -0.5
+    weights_T1H = (weights_TH * scale).unsqueeze(1)
+    scores_TE = torch.bmm(weights_T1H, products_THE.float().relu_()).squeeze(1)
+    worst = torch.finfo(torch.float32).min
+    scores_TE.nan_to_num_(nan=worst, neginf=worst)
+    unseen_TE = torch.arange(scores_TE.shape[1]) >= seen_T.unsqueeze(1)
+    scores_TE.masked_fill_(unseen_TE, -torch.inf)
+    last_T1 = scores_TE.topk(case.topk, sorted=False).values.amin(1, keepdim=True)
+    chosen_TE = (scores_TE >= last_T1).logical_and_(~unseen_TE)
+    count_T = chosen_TE.sum(1)
+    if bool((count_T > case.topk).any()):
+        _drop_late_equals(case, chosen_TE, scores_TE, last_T1)
+        count_T = chosen_TE.sum(1)
+    ids_N = chosen_TE.nonzero()[:, 1]
+    if len(ids_N) == len(chosen_TE) * case.topk:
+        return ids_N.view(-1, case.topk)
+    ids_TK = torch.full((len(chosen_TE), case.topk), -1)
+    return ids_TK.masked_scatter_(torch.arange(case.topk) < count_T.unsqueeze(1), ids_N)
+
+
+def _drop_late_equals(
+    case: IndexCase, chosen_TE: torch.Tensor, scores_TE: torch.Tensor, last_T1: torch.Tensor
+) -> None:
+    """Of the chosen entries with the last score, keeps as many as there is room for, lower numbers
+    first."""
+    equal_TE = (scores_TE == last_T1).logical_and_(chosen_TE)
+    room_T1 = case.topk - (scores_TE > last_T1).sum(1, keepdim=True)
+    chosen_TE.logical_and_(~equal_TE | (equal_TE.cumsum(1) <= room_T1))
+
+
+BACKENDS = (
+    cpu_backend("attention.index_topk", index_topk),
+    cpu_backend("attention.index_topk_decode", index_topk_decode),
+)
