@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.random import SFC64, Generator  # at once: its import, which is lazy, swallows Ctrl-C
 
 from metainfer.arch.deepseek_v4 import vendor_config
 from metainfer.arch.families import arch_from_config
@@ -95,7 +96,7 @@ class RandomTensors:
     def pieces(self, spec: TensorSpec) -> Iterator[torch.Tensor]:
         """The tensor's elements in order, flat, in pieces of bounded size."""
         digest = hashlib.sha256(f"{self._seed}:{spec.name}".encode()).digest()
-        generator = np.random.Generator(np.random.SFC64(int.from_bytes(digest[:16], "little")))
+        generator = Generator(SFC64(int.from_bytes(digest[:16], "little")))
         if spec.dtype is DType.I64:
             yield from self._expert_ids(generator, *spec.shape)
             return
@@ -137,9 +138,7 @@ class RandomTensors:
             columns, wanted = -(-spec.shape[-1] // block) * block, _FP8_SPREAD
         return columns**-0.5 / (_SCALE_RMS * 2.0 ** _exponent(columns, wanted))
 
-    def _expert_ids(
-        self, generator: np.random.Generator, rows: int, per_row: int
-    ) -> Iterator[torch.Tensor]:
+    def _expert_ids(self, generator: Generator, rows: int, per_row: int) -> Iterator[torch.Tensor]:
         """Rows of distinct experts: a random start, then random steps that together stay below
         one round."""
         num_experts = self._arch.num_experts

@@ -1,7 +1,8 @@
 """Writes a checkpoint directory: shards, index and config, all or nothing.
 
 Everything is written into a hidden directory beside the target (or beside the first of its parents
-that must be made), which takes the target's name when it is complete: a full disk, Ctrl-C or a crash never leaves something that looks like a checkpoint.
+that must be made), which takes the target's name when it is complete: a full disk, Ctrl-C or a
+crash never leaves something that looks like a checkpoint.
 """
 
 from __future__ import annotations
