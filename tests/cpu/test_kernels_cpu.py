@@ -67,7 +67,7 @@ def test_fp8_unpacks_exactly(dtype: torch.dtype, bytes_: tuple[int, int]) -> Non
     codes = every_fp8()
     scale = torch.tensor([bytes_, bytes_[::-1]], dtype=torch.uint8)
     expected = dequantise.fp8_block(codes, scale, (128, 128)).to(dtype)
-    unpacked = fp8_weight(codes, scale, (128, 128), dtype).unpack(dtype)
+    unpacked = fp8_weight(codes, scale, (128, 128)).unpack().to(dtype)
     assert torch.equal(unpacked[: len(codes)], expected)
 
 
@@ -75,7 +75,7 @@ def test_fp8_unpacks_exactly(dtype: torch.dtype, bytes_: tuple[int, int]) -> Non
 def test_fp8_with_scales_that_are_no_powers_of_two_rounds_once(dtype: torch.dtype) -> None:
     codes, scale = every_fp8(), torch.tensor([[0.3, 1e-4], [7.7, 200.1]])
     expected = dequantise.fp8_block(codes, scale, (128, 128)).to(dtype)
-    assert torch.equal(fp8_weight(codes, scale, (128, 128), dtype).unpack(dtype)[:254], expected)
+    assert torch.equal(fp8_weight(codes, scale, (128, 128)).unpack().to(dtype)[:254], expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -84,13 +84,13 @@ def test_fp4_unpacks_exactly(dtype: torch.dtype) -> None:
     packed = torch.stack([packed, packed.flip(1)])
     scale = torch.arange(96).view(2, 3, 16).to(torch.uint8) + 80
     expected = dequantise.fp4_group(packed, scale).to(dtype)
-    assert torch.equal(Fp4Weight(packed, scale).unpack(dtype), expected)
+    assert torch.equal(Fp4Weight(packed, scale).unpack().to(dtype), expected)
 
 
 def test_fp8_codes_that_are_no_numbers_are_refused() -> None:
     codes = torch.tensor([[1, 0x7F]], dtype=torch.uint8).view(torch.float8_e4m3fn)
     with pytest.raises(UserError, match="not a number"):
-        fp8_weight(codes, torch.ones(1, 1), (128, 128), torch.float32)
+        fp8_weight(codes, torch.ones(1, 1), (128, 128))
 
 
 def test_quantised_weights_stay_so_and_expanded_ones_do_not() -> None:

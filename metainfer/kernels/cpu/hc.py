@@ -90,27 +90,31 @@ def _scaled_by_vectors(case: HyperCase, comb_TSS: torch.Tensor) -> torch.Tensor:
     """The same, for few rows.
 
     After any round the matrix is r[i] comb[i, j] c[j]. Dividing by (column sums + eps) makes
-    1 / c[j] into eps / c[j] + sum over i of comb[i, j] r[i], and likewise for the rows: one product
-    of a vector with a matrix that has the combs of all rows on its diagonal.
+    1 / c[j] into eps / c[j] + sum over i of comb[i, j] r[i], and likewise for rows: a product of
+    [combs of all rows on the diagonal | eps on the diagonal] with [r | 1 / c].
     """
     rows, streams = comb_TSS.shape[:2]
-    number = np.arange(rows)
-    comb = np.zeros((rows, streams, rows, streams), np.float32)
-    comb[number, :, number, :] = comb_TSS.numpy()
-    by_row = comb.reshape(rows * streams, rows * streams)
-    by_column = np.ascontiguousarray(by_row.T)
-    r, c, inverse_r, inverse_c, sums = np.ones((5, rows * streams), np.float32)
-    for half in range(2 * case.iterations - 1):
-        if half % 2 == 0:
-            matrix, vector, inverse, result = by_column, r, inverse_c, c
-        else:
-            matrix, vector, inverse, result = by_row, c, inverse_r, r
-        np.dot(matrix, vector, out=sums)
-        inverse *= case.eps
-        inverse += sums
-        np.reciprocal(inverse, out=result)
-    r_TS1, c_T1S = (torch.from_numpy(v).view(rows, streams) for v in (r, c))
-    return comb_TSS.mul_(r_TS1.unsqueeze(2)).mul_(c_T1S.unsqueeze(1))
+    size = rows * streams
+    matrices = np.zeros((2, size, 2 * size), np.float32)
+    matrices.reshape(2, -1)[:, size :: 2 * size + 1] = case.eps
+    by_column, by_row = matrices
+    for first, comb in zip(range(0, size, streams), comb_TSS.numpy(), strict=True):
+        place = slice(first, first + streams)
+        by_column[place, place], by_row[place, place] = comb.T, comb
+    # Two of each vector: one is read while the other is written.
+    of_rows, of_columns = np.ones((2, 2, 2 * size), np.float32)
+    (r, inverse_c), (c, inverse_r) = (
+        zip(*((vector[:size], vector[size:]) for vector in pair), strict=True)
+        for pair in (of_rows, of_columns)
+    )
+    for turn in range(case.iterations):
+        now, then = turn % 2, 1 - turn % 2
+        if turn > 0:
+            np.reciprocal(by_row.dot(of_columns[then], inverse_r[now]), r[now])
+        np.reciprocal(by_column.dot(of_rows[now], inverse_c[then]), c[now])
+    r_TS1 = torch.from_numpy(r[now]).view(rows, streams, 1)
+    c_T1S = torch.from_numpy(c[now]).view(rows, 1, streams)
+    return comb_TSS.mul_(r_TS1).mul_(c_T1S)
 
 
 def expand(

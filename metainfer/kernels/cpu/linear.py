@@ -12,7 +12,10 @@ from metainfer.kernels.reference.dequantise import to_float
 from metainfer.kernels.reference.dtypes import TORCH_DTYPES
 from metainfer.ops.linear import DenseCase, Fp8BlockCase, GroupedCase
 
-_TILE_CODES = 2**20
+# Codes that are unpacked at a time: 2 MB of fp32.
+_TILE_CODES = 2**19
+# Products with so few rows cost less than unpacking does: there the scales go to the rows.
+_FEW_ROWS = 16
 
 
 def prepare_dense(case: DenseCase, weight_OI: torch.Tensor) -> torch.Tensor:
@@ -31,20 +34,24 @@ def _product_dtype(case: DenseCase) -> torch.dtype:
 def prepare_fp8_block(
     case: Fp8BlockCase, codes_OI: torch.Tensor, scale_BB: torch.Tensor
 ) -> Fp8Weight:
-    return fp8_weight(codes_OI, scale_BB, case.block, TORCH_DTYPES[case.dtype])
+    return fp8_weight(codes_OI, scale_BB, case.block)
 
 
 def fp8_block(case: Fp8BlockCase, weight: Fp8Weight, x_TI: torch.Tensor) -> torch.Tensor:
-    dtype, block_rows = TORCH_DTYPES[case.dtype], case.block[0]
-    tiles = list(row_tiles(len(weight.factors[0]), block_rows * case.columns, _TILE_CODES))
+    tiles = list(row_tiles(len(weight.factor), case.block[0] * case.columns, _TILE_CODES))
     if len(tiles) == 1:
-        return linear(x_TI, weight.unpack(dtype)[: case.rows])
-    y_TO = torch.empty(len(x_TI), case.rows, dtype=dtype)
-    for tile in tiles:
-        rows = slice(tile.start * block_rows, min(tile.stop * block_rows, case.rows))
-        weight_oI = weight.blocks(tile).unpack(dtype)[: rows.stop - rows.start]
-        y_TO[:, rows] = linear(x_TI, weight_oI)
-    return y_TO
+        return _fp8_rows(case, weight, x_TI)[:, : case.rows]
+    parts = [_fp8_rows(case, weight.blocks(tile), x_TI) for tile in tiles]
+    return torch.cat(parts, dim=1)[:, : case.rows]
+
+
+def _fp8_rows(case: Fp8BlockCase, weight: Fp8Weight, x_TI: torch.Tensor) -> torch.Tensor:
+    """The products with whole blocks of rows, in the case's dtype."""
+    if len(x_TI) > _FEW_ROWS:
+        return linear(x_TI, weight.unpack().to(x_TI.dtype))
+    scaled_BTI = x_TI.float() * weight.factor
+    y_BTO = torch.bmm(scaled_BTI, weight.unscaled().transpose(1, 2))
+    return y_BTO.transpose(0, 1).flatten(1).to(x_TI.dtype)
 
 
 def prepare_expanded(
@@ -59,7 +66,7 @@ def expanded(case: Fp8BlockCase, weight_OI: torch.Tensor, x_TI: torch.Tensor) ->
 
 def prepare_grouped(case: GroupedCase, *weights: torch.Tensor) -> Fp8Weight | torch.Tensor:
     if case.weight_format == "fp8_block":
-        return fp8_weight(weights[0], weights[1], case.block, TORCH_DTYPES[case.dtype])
+        return fp8_weight(weights[0], weights[1], case.block)
     return prepare_grouped_expanded(case, *weights)
 
 
@@ -70,13 +77,14 @@ def prepare_grouped_expanded(case: GroupedCase, *weights: torch.Tensor) -> torch
 def grouped(
     case: GroupedCase, weight: Fp8Weight | torch.Tensor, x_TGI: torch.Tensor
 ) -> torch.Tensor:
-    outputs, dtype = case.groups * case.rows, TORCH_DTYPES[case.dtype]
-    weight_OI = weight.unpack(dtype) if isinstance(weight, Fp8Weight) else weight
+    weight_OI = weight.unpack() if isinstance(weight, Fp8Weight) else weight
+    if len(x_TGI) > _FEW_ROWS:
+        weight_OI = weight_OI.to(x_TGI.dtype)
+    outputs = case.groups * case.rows
     weight_GLI = weight_OI[:outputs].unflatten(0, (case.groups, case.rows))
-    y_TO = torch.empty(len(x_TGI), outputs, dtype=dtype)
-    y_TGL = y_TO.unflatten(1, (case.groups, case.rows))
-    y_TGL.copy_(torch.bmm(x_TGI.transpose(0, 1), weight_GLI.transpose(1, 2)).transpose(0, 1))
-    return y_TO
+    x_GTI = x_TGI.transpose(0, 1).to(weight_OI.dtype)
+    y_GTL = torch.bmm(x_GTI, weight_GLI.transpose(1, 2))
+    return y_GTL.transpose(0, 1).to(x_TGI.dtype).reshape(len(x_TGI), outputs)
 
 
 BACKENDS = (

@@ -83,12 +83,11 @@ def prepare_experts(case: ExpertsCase, w1: Tensors, w2: Tensors, w3: Tensors) ->
 
 
 def _weight(case: ExpertsCase, tensors: Tensors) -> Weight:
-    dtype = TORCH_DTYPES[case.dtype]
     if case.weight_format == "fp8_block":
-        return fp8_weight(tensors[0], tensors[1], case.block, dtype)
+        return fp8_weight(tensors[0], tensors[1], case.block)
     if case.weight_format == "fp4_group":
         return Fp4Weight(tensors[0].contiguous(), tensors[1].contiguous())
-    return DenseWeight(tensors[0].to(dtype))
+    return DenseWeight(tensors[0].to(TORCH_DTYPES[case.dtype]))
 
 
 def prepare_expanded(case: ExpertsCase, w1: Tensors, w2: Tensors, w3: Tensors) -> Experts:
@@ -123,14 +122,15 @@ def _experts_of_few(
     weights_TK: torch.Tensor,
 ) -> torch.Tensor:
     """All rows through all chosen experts, which count nothing where a row did not choose them."""
-    dtype = TORCH_DTYPES[case.dtype]
     chosen_U, share_UT = _shares(ids_TK, weights_TK)
     y_TD = torch.zeros(x_TD.shape)
     for tile in row_tiles(len(chosen_U), 3 * case.inner * case.width, _TILE_WEIGHTS):
-        gate_up = weights.gate_up.of(chosen_U[tile]).unpack(dtype)
-        hidden_UTF = swiglu(case, torch.matmul(x_TD, gate_up.transpose(1, 2)))
-        down = weights.down.of(chosen_U[tile]).unpack(dtype)[:, : case.width]
-        out_UTD = torch.bmm(hidden_UTF, down.transpose(1, 2)).float()
+        gate_up_UFD = weights.gate_up.of(chosen_U[tile]).unpack()
+        x = x_TD.to(gate_up_UFD.dtype)
+        hidden_TUF = linear(x, gate_up_UFD.flatten(0, 1)).unflatten(1, gate_up_UFD.shape[:2])
+        hidden_UTF = swiglu(case, hidden_TUF).transpose(0, 1)
+        down_UDF = weights.down.of(chosen_U[tile]).unpack()[:, : case.width]
+        out_UTD = torch.bmm(hidden_UTF, down_UDF.transpose(1, 2)).float()
         y_TD += torch.bmm(share_UT[tile].T.unsqueeze(1), out_UTD.transpose(0, 1)).squeeze(1)
     return y_TD
 
@@ -163,8 +163,8 @@ def _experts_of_many(
         rows, share = row_of[first : first + count], share_of[first : first + count]
         first += count
         x = x_TD.index_select(0, rows)
-        hidden = swiglu(case, linear(x, weights.gate_up.of(expert).unpack(dtype)))
-        out = linear(hidden, weights.down.of(expert).unpack(dtype)[: case.width])
+        hidden = swiglu(case, linear(x, weights.gate_up.of(expert).unpack().to(dtype)))
+        out = linear(hidden, weights.down.of(expert).unpack().to(dtype)[: case.width])
         y_TD.index_add_(0, rows, out.float().mul_(share))
     return y_TD
 
