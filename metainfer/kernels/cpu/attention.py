@@ -14,7 +14,6 @@ import torch
 
 from metainfer.kernels.cpu.backend import cpu_backend
 from metainfer.kernels.cpu.tiles import row_tiles
-from metainfer.kernels.reference.dtypes import TORCH_DTYPES
 from metainfer.ops.attention import AttentionCase
 
 # Scores (rows x heads x keys) that a tile holds, and the most rows of one.
@@ -135,27 +134,26 @@ def sparse_decode(
     entries_MD: torch.Tensor | None = None,
     entry_rows_TK: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    dtype = TORCH_DTYPES[case.dtype]
     columns = 0 if entry_rows_TK is None else entry_rows_TK.shape[1]
     keys = case.window + columns
     out_THD = torch.empty_like(q_THD)
     for tile in row_tiles(len(q_THD), keys * case.width):
-        keys_tND, rows_tN = _rows_of(ring_ND, window_rows_TW[tile]), window_rows_TW[tile]
+        rows_tN = window_rows_TW[tile]
+        keys_tND = _rows_of(ring_ND, rows_tN)
         if entries_MD is not None and entry_rows_TK is not None:
-            entries_tKD = _rows_of(entries_MD, entry_rows_TK[tile])
-            keys_tND = torch.cat([keys_tND, entries_tKD], dim=1)
+            keys_tND = torch.cat([keys_tND, _rows_of(entries_MD, entry_rows_TK[tile])], dim=1)
             rows_tN = torch.cat([rows_tN, entry_rows_TK[tile]], dim=1)
         keys_tND = keys_tND.float()
-        scores_tHN = _with_sinks(len(keys_tND), case.heads, keys, sink_H)
         q_tHD = q_THD[tile].float() * case.width**-0.5
-        scores_tHN[..., :-1] = torch.bmm(q_tHD, keys_tND.transpose(1, 2))
-        missing_tN = rows_tN < 0
-        if bool(missing_tN.any()):
+        scores_tHN = torch.bmm(q_tHD, keys_tND.transpose(1, 2))
+        if int(rows_tN.min()) < 0:
             # The rows that stand in for none may hold NaN.
+            missing_tN = rows_tN < 0
             keys_tND.masked_fill_(missing_tN.unsqueeze(2), 0.0)
-            scores_tHN[..., :-1].masked_fill_(missing_tN.unsqueeze(1), -torch.inf)
-        weights_tHN = _softmax(scores_tHN)[..., :-1]
-        out_THD[tile] = torch.bmm(weights_tHN, keys_tND).to(dtype)
+            scores_tHN.masked_fill_(missing_tN.unsqueeze(1), -torch.inf)
+        sink_tH1 = sink_H.expand(len(q_tHD), -1).unsqueeze(2)
+        weights_tHN = torch.cat([scores_tHN, sink_tH1], dim=2).softmax(-1)[..., :-1]
+        out_THD[tile] = torch.bmm(weights_tHN, keys_tND)
     return out_THD
 
 

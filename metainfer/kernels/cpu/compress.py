@@ -72,7 +72,7 @@ def _entries(
 ) -> torch.Tensor:
     """fp32 [E, D], normed and rotated."""
     pooled_ED = score_ESD.softmax(1).mul_(value_ESD).sum(1)
-    normed_ED = normed(pooled_ED, case.eps).mul_(norm_weight_D)
+    normed_ED = normed(pooled_ED, case.eps, norm_weight_D)
     turn(normed_ED.unsqueeze(1), angle_E1R)
     return normed_ED
 

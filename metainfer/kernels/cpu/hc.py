@@ -18,62 +18,63 @@ _FEW_STREAMS = 64
 
 
 class Mixes(NamedTuple):
-    """fn of the contract times its scales, transposed, and base: fp32 [K, M], [M]."""
+    """fp32: fn of the contract times its scales, transposed, [K, M]; base [M]; norm_eps []."""
 
     fn_KM: torch.Tensor
     base_M: torch.Tensor
+    norm_eps: torch.Tensor
 
 
 def prepare_mix(
     case: HyperCase, fn_MK: torch.Tensor, base_M: torch.Tensor, scale_3: torch.Tensor
 ) -> Mixes:
-    streams = case.streams
-    counts = torch.tensor([streams, streams, streams * streams])
-    scale_M = scale_3.repeat_interleave(counts)
-    return Mixes((fn_MK * scale_M.unsqueeze(1)).T.contiguous(), base_M)
+    counts = torch.tensor([case.streams, case.streams, case.streams**2])
+    return _mixes(case, fn_MK, base_M, scale_3.repeat_interleave(counts))
 
 
 def prepare_head(
     case: HyperCase, fn_SK: torch.Tensor, base_S: torch.Tensor, scale_1: torch.Tensor
 ) -> Mixes:
-    return Mixes((fn_SK * scale_1).T.contiguous(), base_S)
+    return _mixes(case, fn_SK, base_S, scale_1)
+
+
+def _mixes(
+    case: HyperCase, fn_MK: torch.Tensor, base_M: torch.Tensor, scale_M: torch.Tensor
+) -> Mixes:
+    fn_KM = (fn_MK * scale_M.unsqueeze(1)).T.contiguous()
+    return Mixes(fn_KM, base_M, torch.tensor(case.norm_eps))
 
 
 def mix(
     case: HyperCase, weights: Mixes, streams_TSD: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    rows, streams = len(streams_TSD), case.streams
-    u_TD = torch.empty(rows, case.width, dtype=TORCH_DTYPES[case.dtype])
-    m_TM = torch.empty(rows, len(weights.base_M))
-    for tile in row_tiles(rows, streams * case.width):
-        streams_tSD = streams_TSD[tile].float()
-        m_tM = _mixes(case, weights, streams_tSD, m_TM[tile])
-        u_TD[tile] = _weighted(m_tM[:, :streams].sigmoid().add_(case.eps), streams_tSD)
+    u_TD, m_TM = _collapse(case, weights, streams_TSD)
+    streams = case.streams
     post_TS = m_TM[:, streams : 2 * streams].sigmoid().mul_(2)
     comb_TSS = m_TM[:, 2 * streams :].unflatten(1, (streams, streams)).softmax(-1).add_(case.eps)
     return u_TD, post_TS, _sinkhorn(case, comb_TSS)
 
 
 def head(case: HyperCase, weights: Mixes, streams_TSD: torch.Tensor) -> torch.Tensor:
-    x_TD = torch.empty(len(streams_TSD), case.width, dtype=TORCH_DTYPES[case.dtype])
-    for tile in row_tiles(len(streams_TSD), case.streams * case.width):
+    return _collapse(case, weights, streams_TSD)[0]
+
+
+def _collapse(
+    case: HyperCase, weights: Mixes, streams_TSD: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The streams, added with weights pre, in the case's dtype, and fn z * scale + base [T, M], of
+    which the first S numbers make pre."""
+    rows = len(streams_TSD)
+    u_TD = torch.empty(rows, case.width, dtype=TORCH_DTYPES[case.dtype])
+    m_TM = torch.empty(rows, len(weights.base_M))
+    for tile in row_tiles(rows, case.streams * case.width):
         streams_tSD = streams_TSD[tile].float()
-        m_tS = _mixes(case, weights, streams_tSD, torch.empty(len(streams_tSD), case.streams))
-        x_TD[tile] = _weighted(m_tS.sigmoid_().add_(case.eps), streams_tSD)
-    return x_TD
-
-
-def _mixes(
-    case: HyperCase, weights: Mixes, streams_TSD: torch.Tensor, out_TM: torch.Tensor
-) -> torch.Tensor:
-    """fn z * scale + base into `out_TM`."""
-    x_TK = streams_TSD.flatten(1)
-    m_TM = x_TK @ weights.fn_KM
-    return torch.addcmul(weights.base_M, m_TM, inverse_rms(x_TK, case.norm_eps), out=out_TM)
-
-
-def _weighted(pre_TS: torch.Tensor, streams_TSD: torch.Tensor) -> torch.Tensor:
-    return torch.bmm(pre_TS.unsqueeze(1), streams_TSD).squeeze(1)
+        x_tK, m_tM = streams_tSD.flatten(1), m_TM[tile]
+        inverse_t1 = inverse_rms(x_tK, weights.norm_eps)
+        torch.addcmul(weights.base_M, x_tK @ weights.fn_KM, inverse_t1, out=m_tM)
+        pre_tS = m_tM[:, : case.streams].sigmoid().add_(case.eps)
+        u_TD[tile] = torch.bmm(pre_tS.unsqueeze(1), streams_tSD).squeeze(1)
+    return u_TD, m_TM
 
 
 def _sinkhorn(case: HyperCase, comb_TSS: torch.Tensor) -> torch.Tensor:

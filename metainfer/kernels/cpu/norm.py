@@ -9,25 +9,36 @@ from metainfer.kernels.cpu.tiles import row_tiles
 from metainfer.kernels.reference.dtypes import TORCH_DTYPES
 from metainfer.ops.norm import RmsNormCase
 
+# Up to here one call costs less than several quick ones.
+_FEW_ELEMENTS = 2**14
 
-def inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """1 / sqrt(mean of squares over the last dimension + eps), fp32 [..., 1]."""
+
+def inverse_rms(x: torch.Tensor, eps: torch.Tensor | float) -> torch.Tensor:
+    """1 / sqrt(mean of squares over the last dimension + eps), fp32 [..., 1]. A tensor for `eps`
+    spares making one."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-    return norm.square_().mul_(1.0 / x.shape[-1]).add_(eps).rsqrt_()
+    eps = eps if isinstance(eps, torch.Tensor) else torch.tensor(eps)
+    return torch.addcmul(eps, norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
 
 
-def normed(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """x times its inverse RMS, new, in fp32."""
+def normed(x: torch.Tensor, eps: float, weight_D: torch.Tensor | None) -> torch.Tensor:
+    """x times its inverse RMS and the weight, new, dense, in fp32."""
+    if x.numel() <= _FEW_ELEMENTS:
+        return torch.rms_norm(x.float(), x.shape[-1:], weight_D, eps)
     if x.dtype is torch.float32:
-        return x * inverse_rms(x, eps)
-    x = x.float()
-    return x.mul_(inverse_rms(x, eps))
+        y = x * inverse_rms(x, eps)
+    else:
+        y = x.float()
+        y.mul_(inverse_rms(y, eps))
+    return y if weight_D is None else y.mul_(weight_D)
 
 
 def rms_norm(case: RmsNormCase, x_TD: torch.Tensor, weight_D: torch.Tensor) -> torch.Tensor:
+    if x_TD.numel() <= _FEW_ELEMENTS:
+        return normed(x_TD, case.eps, weight_D).to(TORCH_DTYPES[case.dtype])
     y_TD = torch.empty(x_TD.shape, dtype=TORCH_DTYPES[case.dtype])
     for tile in row_tiles(*x_TD.shape):
-        y_TD[tile] = normed(x_TD[tile], case.eps).mul_(weight_D)
+        y_TD[tile] = normed(x_TD[tile], case.eps, weight_D)
     return y_TD
 
 

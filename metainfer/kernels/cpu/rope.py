@@ -19,10 +19,18 @@ def angles(rotation_TR2: torch.Tensor, inverse: bool = False) -> torch.Tensor:
 def turn(x_THD: torch.Tensor, angle_T1R: torch.Tensor) -> None:
     """Rotates the last channels of x where they are."""
     turned_THR = x_THD[..., x_THD.shape[-1] - 2 * angle_T1R.shape[-1] :]
-    # A copy of its own: complex views need pairs that lie dense in fp32.
-    pairs = torch.empty(turned_THR.shape).copy_(turned_THR).unflatten(-1, (-1, 2))
-    torch.view_as_complex(pairs).mul_(angle_T1R)
-    turned_THR.copy_(pairs.flatten(-2))
+    if _are_pairs(turned_THR):
+        torch.view_as_complex(turned_THR.unflatten(-1, (-1, 2))).mul_(angle_T1R)
+        return
+    pairs_THR = torch.empty(turned_THR.shape).copy_(turned_THR)
+    torch.view_as_complex(pairs_THR.unflatten(-1, (-1, 2))).mul_(angle_T1R)
+    turned_THR.copy_(pairs_THR)
+
+
+def _are_pairs(x: torch.Tensor) -> bool:
+    """Whether two channels next to each other are one complex64 in memory."""
+    places = (x.storage_offset(), *x.stride()[:-1])
+    return x.dtype is torch.float32 and all(place % 2 == 0 for place in places)
 
 
 def rotate(case: RotateCase, x_THD: torch.Tensor, rotation_TR2: torch.Tensor) -> torch.Tensor:
@@ -40,9 +48,7 @@ def norm_rotate(
 ) -> torch.Tensor:
     angle_T1R = angles(rotation_TR2)
     for tile in row_tiles(len(x_THD), case.heads * case.width):
-        y_THD = normed(x_THD[tile], case.eps)
-        if weight_D is not None:
-            y_THD.mul_(weight_D)
+        y_THD = normed(x_THD[tile], case.eps, weight_D)
         turn(y_THD, angle_T1R[tile])
         x_THD[tile] = y_THD
     return x_THD

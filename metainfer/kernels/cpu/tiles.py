@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-# 8 MB of fp32: larger temporaries leave the cache, and each costs page faults anew.
-TILE_ELEMENTS = 2**21
+# 2 MB of fp32: larger temporaries leave the cache, and each costs page faults anew.
+TILE_ELEMENTS = 2**19
 
 
 def row_tiles(rows: int, row_elements: int, most: int = TILE_ELEMENTS) -> Iterator[slice]:
