@@ -12,7 +12,7 @@ from metainfer.core.errors import UserError
 from metainfer.kernels.builtin import builtin_registry
 from metainfer.kernels.cpu import attention, compress, hc, index, linear, moe, norm, rope
 from metainfer.kernels.cpu.tiles import row_tiles
-from metainfer.kernels.cpu.unpack import Fp4Weight, fp8_weight
+from metainfer.kernels.cpu.unpack import fp4_weight, fp8_weight
 from metainfer.kernels.reference import dequantise
 from metainfer.ops.base import Target
 from metainfer.ops.catalogue import OPS
@@ -62,7 +62,7 @@ def every_fp8() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bytes_", [(100, 127), (119, 120), (0, 140), (133, 134), (134, 180)])
+@pytest.mark.parametrize("bytes_", [(100, 127), (119, 120), (0, 140), (133, 134), (134, 240)])
 def test_fp8_unpacks_exactly(dtype: torch.dtype, bytes_: tuple[int, int]) -> None:
     codes = every_fp8()
     scale = torch.tensor([bytes_, bytes_[::-1]], dtype=torch.uint8)
@@ -80,17 +80,21 @@ def test_fp8_with_scales_that_are_no_powers_of_two_rounds_once(dtype: torch.dtyp
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_fp4_unpacks_exactly(dtype: torch.dtype) -> None:
-    packed = torch.arange(256).to(torch.uint8).view(1, 256).repeat(3, 1)
+    packed = torch.arange(256).to(torch.uint8).view(1, 256).repeat(4, 1)
     packed = torch.stack([packed, packed.flip(1)])
-    scale = torch.arange(96).view(2, 3, 16).to(torch.uint8) + 80
+    scale = torch.arange(128).view(2, 4, 16).to(torch.uint8) + 80
     expected = dequantise.fp4_group(packed, scale).to(dtype)
-    assert torch.equal(Fp4Weight(packed, scale).unpack().to(dtype), expected)
+    assert torch.equal(fp4_weight(packed, scale).unpack().to(dtype), expected)
 
 
-def test_fp8_codes_that_are_no_numbers_are_refused() -> None:
+def test_weights_that_are_no_numbers_are_refused() -> None:
     codes = torch.tensor([[1, 0x7F]], dtype=torch.uint8).view(torch.float8_e4m3fn)
-    with pytest.raises(UserError, match="not a number"):
+    with pytest.raises(UserError, match="a code that is not a number"):
         fp8_weight(codes, torch.ones(1, 1), (128, 128))
+    with pytest.raises(UserError, match="a scale of a weight in fp8 is not a number"):
+        fp8_weight(codes[:, :1], torch.full((1, 1), 255, dtype=torch.uint8), (128, 128))
+    with pytest.raises(UserError, match="a scale of a weight in fp4 is not a number"):
+        fp4_weight(torch.zeros(1, 1, 16).to(torch.uint8), torch.full((1, 1, 1), 255))
 
 
 def test_quantised_weights_stay_so_and_expanded_ones_do_not() -> None:

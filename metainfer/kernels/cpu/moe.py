@@ -10,7 +10,7 @@ from torch.nn.functional import linear
 
 from metainfer.kernels.cpu.backend import cpu_backend, expanded_backend, on_cpu
 from metainfer.kernels.cpu.tiles import row_tiles
-from metainfer.kernels.cpu.unpack import DenseWeight, Fp4Weight, Fp8Weight, fp8_weight
+from metainfer.kernels.cpu.unpack import DenseWeight, Fp4Weight, Fp8Weight, fp4_weight, fp8_weight
 from metainfer.kernels.reference.dequantise import to_float
 from metainfer.kernels.reference.dtypes import TORCH_DTYPES
 from metainfer.kernels.registry import Verdict, no
@@ -74,6 +74,8 @@ class Experts(NamedTuple):
 def experts_eligible(case: ExpertsCase, target: Target) -> Verdict:
     if case.weight_format == "fp8_block" and case.inner % case.block[0]:
         return no(f"{case.inner} rows of an expert do not fill blocks of {case.block[0]}")
+    if case.weight_format == "fp4_group" and case.width % 2:
+        return no(f"{case.width} rows of an expert in fp4 are an odd number")
     return on_cpu(case, target)
 
 
@@ -86,7 +88,7 @@ def _weight(case: ExpertsCase, tensors: Tensors) -> Weight:
     if case.weight_format == "fp8_block":
         return fp8_weight(tensors[0], tensors[1], case.block)
     if case.weight_format == "fp4_group":
-        return Fp4Weight(tensors[0].contiguous(), tensors[1].contiguous())
+        return fp4_weight(tensors[0], tensors[1])
     return DenseWeight(tensors[0].to(TORCH_DTYPES[case.dtype]))
 
 
