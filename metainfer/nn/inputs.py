@@ -3,7 +3,8 @@
 Built by `llm.batch`, the only place with index arithmetic. Rows of all sequences lie one after the
 other; sequences with few rows (decode, speculation) come first.
 
-Shape suffixes: T rows of the step, B sequences, M blocks of the longest sequence, R rows with logits.
+Shape suffixes: T rows of the step, B sequences, M blocks of the longest sequence, R rows with
+logits.
 """
 
 from __future__ import annotations

@@ -1,0 +1,118 @@
+"""DeepSeek-V4: embedding, decoder layers over S residual streams, head."""
+
+from __future__ import annotations
+
+import torch
+
+from metainfer.arch.record import Arch, LayerArch
+from metainfer.comm.group import Group
+from metainfer.core.errors import MetainferError
+from metainfer.kernels.registry import Registry
+from metainfer.nn.attention import Attention
+from metainfer.nn.builder import QUANTISED, LayerBuilder
+from metainfer.nn.cache import CacheStorage
+from metainfer.nn.hyper import HyperConnection, HyperHead
+from metainfer.nn.inputs import StepInputs
+from metainfer.nn.linear import dense_fp32
+from metainfer.nn.moe import MixtureOfExperts
+from metainfer.nn.step_index import StepIndex, StepIndexer
+from metainfer.ops.base import Target
+from metainfer.weights.load import Checkpoint
+
+
+class DecoderLayer:
+    """Attention and experts, each between streams that are mixed before and after it."""
+
+    def __init__(self, build: LayerBuilder, layer: LayerArch) -> None:
+        prefix = f"layers.{layer.index}"
+        self._around_attention = HyperConnection(build, f"{prefix}.hc_attn", f"{prefix}.attn_norm")
+        self._attention = Attention(build, layer)
+        self._around_experts = HyperConnection(build, f"{prefix}.hc_ffn", f"{prefix}.ffn_norm")
+        self._experts = MixtureOfExperts(build, layer)
+
+    def __call__(
+        self, streams_TSD: torch.Tensor, step: StepIndex, cache: CacheStorage
+    ) -> torch.Tensor:
+        streams_TSD = self._around_attention(
+            streams_TSD, lambda x_TD: self._attention(x_TD, step, cache)
+        )
+        return self._around_experts(streams_TSD, lambda x_TD: self._experts(x_TD, step.token_ids_T))
+
+
+class DeepseekV4:
+    """The model of one rank. Drafting blocks (`mtp.*`) are not used; `Checkpoint.unused` has them.
+
+    Call `forward` and `logits` without gradients. Rows that are not finite stay so in their own
+    sequence: no row reads another sequence's cache.
+
+    Attributes:
+        weights_nbytes: bytes of all weights in the form they are kept in.
+    """
+
+    def __init__(
+        self,
+        arch: Arch,
+        checkpoint: Checkpoint,
+        *,
+        registry: Registry,
+        target: Target,
+        kernel_order: str,
+        group: Group,
+        device: torch.device,
+        compute_dtype: torch.dtype,
+        stream_dtype: torch.dtype | None = None,
+        residency: str = QUANTISED,
+        draft_rows: int = 0,
+    ) -> None:
+        """Read all weights and bind all kernels.
+
+        Args:
+            kernel_order: as `Registry.bind` takes it.
+            stream_dtype: format of the residual streams; None for the compute dtype.
+            residency: "quantised" (as stored) or "expanded" (unpacked once, by the backends that
+                do so), for the ops that `kernel_order` does not name.
+            draft_rows: as in `arch.cache_kinds.cache_kinds`; the cache must have the same.
+
+        Raises:
+            UserError: no backend that the order allows serves a layer.
+            CheckpointError: a tensor is missing.
+        """
+        self._stream_dtype = stream_dtype or compute_dtype
+        self._num_streams = arch.hc_mult
+        self._draft_rows = draft_rows
+        build = LayerBuilder(
+            arch,
+            checkpoint,
+            registry=registry,
+            target=target,
+            kernel_order=kernel_order,
+            residency=residency,
+            group=group,
+            device=device,
+            compute_dtype=compute_dtype,
+            stream_dtype=self._stream_dtype,
+        )
+        self._embed_VD = build.tensor("embed.weight")
+        self._layers = [DecoderLayer(build, layer) for layer in arch.layers]
+        self._collapse = HyperHead(build, "hc_head", "norm")
+        self._head = dense_fp32(build, ["head.weight"])
+        self._indexer = StepIndexer(arch, draft_rows, device)
+        self.weights_nbytes = build.weights_nbytes
+
+    def forward(self, inputs: StepInputs, cache: CacheStorage) -> torch.Tensor:
+        """Run the rows of one step and write what later steps need into `cache`; returns the
+        residual streams [T, S, D] after the last layer."""
+        if cache.draft_rows != self._draft_rows:
+            raise MetainferError(
+                f"the cache has {cache.draft_rows} draft rows, the model {self._draft_rows}"
+            )
+        step = self._indexer.index(inputs)
+        embedded_TD = self._embed_VD.index_select(0, inputs.token_ids_T).to(self._stream_dtype)
+        streams_TSD = embedded_TD.unsqueeze(1).repeat(1, self._num_streams, 1)
+        for layer in self._layers:
+            streams_TSD = layer(streams_TSD, step, cache)
+        return streams_TSD
+
+    def logits(self, streams_RSD: torch.Tensor) -> torch.Tensor:
+        """fp32 [R, V] of the streams of chosen rows."""
+        return self._head(self._collapse(streams_RSD))

@@ -1,0 +1,146 @@
+"""Attention of the three kinds: over the window alone, with chosen entries, with all entries."""
+
+from __future__ import annotations
+
+import torch
+
+from metainfer.arch.cache_kinds import Kind
+from metainfer.arch.record import LayerArch, LayerKind
+from metainfer.nn.builder import LayerBuilder
+from metainfer.nn.cache import CacheStorage
+from metainfer.nn.entries import Entries, States
+from metainfer.nn.linear import StackedLinear, grouped, linear
+from metainfer.nn.norm import RmsNorm
+from metainfer.nn.step_index import PrefillIndex, StepIndex
+from metainfer.ops.attention import AttentionCase
+from metainfer.ops.rope import NormRotateCase, RotateCase
+
+
+class Attention:
+    """x_TD -> y_TD in the compute dtype, summed over ranks; H heads of this rank.
+
+    One latent per token is key and value of all heads. Decode rows are written into the ring and
+    then read it; a prefill chunk is attended to as it is, behind the part of the ring that it
+    still sees, and its end is written into the ring afterwards.
+    """
+
+    def __init__(self, build: LayerBuilder, layer: LayerArch) -> None:
+        arch, dtype = build.arch, build.dtype
+        prefix = f"layers.{layer.index}.attn"
+        self._layer = layer.index
+        self._group = build.group
+        self._dtype = build.compute_dtype
+        self._width = arch.head_dim
+        self._slides = layer.kind is LayerKind.SLIDING
+        self._entries = None if self._slides else Entries(build, layer)
+
+        self._q_rank_and_latent = StackedLinear(build, (f"{prefix}.wq_a", f"{prefix}.wkv"))
+        self._q_norm = RmsNorm(build, f"{prefix}.q_norm")
+        self._queries = linear(build, f"{prefix}.wq_b")
+        self._sink_H = build.tensor(f"{prefix}.attn_sink", torch.float32)
+        self._heads = len(self._sink_H)
+        self._groups = arch.o_groups // build.group.size
+        self._out_a = grouped(build, f"{prefix}.wo_a", self._groups)
+        self._out_b = linear(build, f"{prefix}.wo_b")
+
+        self._latent_norm_D = build.norm_weight(f"{prefix}.kv_norm")
+        widths = (arch.head_dim, arch.rope_head_dim)
+        norm_rotate = "rope.norm_rotate"
+        eps = arch.rms_norm_eps
+        self._norm_rotate_q = build.kernel(
+            norm_rotate, NormRotateCase(self._heads, *widths, weighted=False, eps=eps, dtype=dtype)
+        )
+        self._norm_rotate_latent = build.kernel(
+            norm_rotate, NormRotateCase(1, *widths, weighted=True, eps=eps, dtype=dtype)
+        )
+        self._unrotate = build.kernel(
+            "rope.rotate", RotateCase(self._heads, *widths, inverse=True, dtype=dtype)
+        )
+        topk = arch.index_topk if layer.kind is LayerKind.COMPRESSED_SPARSE else 0
+        case = AttentionCase(
+            self._heads, arch.head_dim, arch.sliding_window, layer.ratio, topk, dtype
+        )
+        self._attend_decode = build.kernel("attention.sparse_decode", case)
+        self._attend_prefill = build.kernel("attention.sparse_prefill", case)
+
+    def __call__(self, x_TD: torch.Tensor, step: StepIndex, cache: CacheStorage) -> torch.Tensor:
+        rotation_TR2 = step.sliding_TR2 if self._slides else step.compressing_TR2
+        q_rank_TQ, latent_TD = self._q_rank_and_latent(x_TD)
+        q_rank_TQ = self._q_norm(q_rank_TQ)
+        q_THD = self._queries(q_rank_TQ).view(-1, self._heads, self._width)
+        q_THD = self._norm_rotate_q(q_THD, None, rotation_TR2)
+        latent_T1D = self._norm_rotate_latent(
+            latent_TD.unsqueeze(1), self._latent_norm_D, rotation_TR2
+        )
+        # Every step reads latents as the cache keeps them, so chunks change nothing.
+        latent_TD = latent_T1D.squeeze(1).to(cache.dtype)
+        states = self._entries.project(x_TD, step) if self._entries is not None else ()
+
+        outputs = []
+        if step.decode is not None:
+            outputs.append(self._decode(q_THD, latent_TD, q_rank_TQ, states, step, cache))
+        for part in step.prefills:
+            outputs.append(self._prefill(q_THD, latent_TD, q_rank_TQ, states, part, step, cache))
+        out_THD = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        out_TGI = self._unrotate(out_THD, rotation_TR2).view(len(x_TD), self._groups, -1)
+        return self._group.all_reduce(self._out_b(self._out_a(out_TGI)))
+
+    def _decode(
+        self,
+        q_THD: torch.Tensor,
+        latent_TD: torch.Tensor,
+        q_rank_TQ: torch.Tensor,
+        states: States,
+        step: StepIndex,
+        cache: CacheStorage,
+    ) -> torch.Tensor:
+        """Attention of the decode rows, all sequences at once."""
+        decode = step.decode
+        assert decode is not None
+        rows = decode.num_rows
+        ring_ND = cache.rows(Kind.WINDOW, self._layer)
+        ring_ND.index_copy_(0, decode.ring_rows_T, latent_TD[:rows])
+        entries_MD, entry_rows_TK = None, None
+        if self._entries is not None:
+            entry_rows_TK = self._entries.decode(states, q_rank_TQ, step, cache)
+            if entry_rows_TK is not None:
+                entries_MD = cache.rows(Kind.ENTRIES, self._layer)
+        return self._attend_decode(
+            q_THD[:rows],
+            ring_ND,
+            decode.window_rows_TW,
+            self._sink_H,
+            entries_MD,
+            entry_rows_TK,
+        )
+
+    def _prefill(
+        self,
+        q_THD: torch.Tensor,
+        latent_TD: torch.Tensor,
+        q_rank_TQ: torch.Tensor,
+        states: States,
+        part: PrefillIndex,
+        step: StepIndex,
+        cache: CacheStorage,
+    ) -> torch.Tensor:
+        """Attention of the chunk of one sequence."""
+        ring_ND = cache.rows(Kind.WINDOW, self._layer)
+        chunk_PD = latent_TD[part.rows]
+        halo = ring_ND.index_select(0, part.halo_rows)
+        latents_ND = torch.cat([halo, chunk_PD]).to(self._dtype)
+        entries_MD, entry_rows_E, selected_PK = None, None, None
+        if self._entries is not None:
+            entry_rows_E, selected_PK = self._entries.prefill(states, q_rank_TQ, part, step, cache)
+            entries_MD = cache.rows(Kind.ENTRIES, self._layer)
+        out_PHD = self._attend_prefill(
+            q_THD[part.rows],
+            latents_ND,
+            part.start,
+            self._sink_H,
+            entries_MD,
+            entry_rows_E,
+            selected_PK,
+        )
+        ring_ND.index_copy_(0, part.ring_rows, chunk_PD[-len(part.ring_rows) :])
+        return out_PHD

@@ -1,0 +1,143 @@
+"""LayerBuilder: what layers need while they are built: weights to read and kernels to bind."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from metainfer.arch.record import Arch
+from metainfer.comm.group import Group
+from metainfer.core.errors import UserError
+from metainfer.kernels.registry import ALL_OPS, Registry
+from metainfer.ops.base import Target
+from metainfer.weights.formats import DenseWeight, Fp8BlockWeight, Weight
+from metainfer.weights.load import Checkpoint
+
+QUANTISED, EXPANDED = "quantised", "expanded"
+
+_DTYPE_NAMES: Mapping[torch.dtype, str] = MappingProxyType(
+    {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """What the cases of ops call `dtype`. Raises UserError for one that no op computes in."""
+    if dtype not in _DTYPE_NAMES:
+        raise UserError(
+            f"{dtype} is no format that the model computes in",
+            hint="choose " + " or ".join(_DTYPE_NAMES.values()),
+        )
+    return _DTYPE_NAMES[dtype]
+
+
+class LayerBuilder:
+    """Passed to the constructors of layers, which keep nothing of it but bound kernels.
+
+    Attributes:
+        dtype, stream_dtype: names of the formats of activations and of residual streams.
+        compute_dtype: `dtype` as torch knows it.
+        weights_nbytes: bytes of all weights that were built so far, in the form they are kept in.
+    """
+
+    def __init__(
+        self,
+        arch: Arch,
+        checkpoint: Checkpoint,
+        *,
+        registry: Registry,
+        target: Target,
+        kernel_order: str,
+        residency: str,
+        group: Group,
+        device: torch.device,
+        compute_dtype: torch.dtype,
+        stream_dtype: torch.dtype,
+    ) -> None:
+        self.arch = arch
+        self.checkpoint = checkpoint
+        self.group = group
+        self.device = device
+        self.compute_dtype = compute_dtype
+        self.dtype = dtype_name(compute_dtype)
+        self.stream_dtype = dtype_name(stream_dtype)
+        self.weights_nbytes = 0
+        self._registry = registry
+        self._target = target
+        self._order = _order_for(registry, target, kernel_order, residency)
+
+    def kernel(self, op: str, case: Any) -> Callable[..., Any]:
+        """An op without weights, bound to `case`."""
+        return self._registry.bind(op, case, self._target, self._order).run
+
+    def weighted(self, op: str, case: Any, *weights: Any) -> Callable[..., Any]:
+        """An op bound to `case` and to `weights` (tensors, or tuples of them), prepared once."""
+        kernel = self._registry.bind(op, case, self._target, self._order)
+        prepared = kernel.prepare(*(self._placed(weight) for weight in weights))
+        self.weights_nbytes += sum(tensor.nbytes for tensor in _tensors(prepared))
+        return partial(kernel.run, prepared)
+
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A tensor of the checkpoint that is used as it is, on the device."""
+        tensor = self._placed(self.checkpoint.tensor(name, dtype))
+        self.weights_nbytes += tensor.nbytes
+        return tensor
+
+    def norm_weight(self, prefix: str) -> torch.Tensor:
+        """The fp32 weight [D] of the norm `prefix`."""
+        return self.tensor(f"{prefix}.weight", torch.float32)
+
+    def _placed(self, weight: Any) -> Any:
+        if isinstance(weight, tuple):
+            return tuple(self._placed(part) for part in weight)
+        return weight.to(self.device)
+
+
+def weight_tensors(weight: Weight) -> tuple[str, tuple[torch.Tensor, ...], tuple[int, int]]:
+    """How ops see a weight: the name of its format, its tensors, and (rows, columns) that share a
+    scale."""
+    if isinstance(weight, DenseWeight):
+        return "dense", (weight.tensor,), (1, 1)
+    if isinstance(weight, Fp8BlockWeight):
+        return "fp8_block", (weight.codes_OI, weight.scale), weight.block
+    columns = weight.shape[-1] // weight.scale_OG.shape[-1]
+    return "fp4_group", (weight.packed_OI2, weight.scale_OG), (1, columns)
+
+
+def _order_for(registry: Registry, target: Target, order: str, residency: str) -> str:
+    """`order`, led by expanding backends for the ops that it does not name if residency is
+    "expanded"."""
+    if residency not in (QUANTISED, EXPANDED):
+        raise UserError(
+            f"the weights' residency is {residency!r}", hint=f"choose {QUANTISED} or {EXPANDED}"
+        )
+    registry.check_order(order)
+    if residency == QUANTISED:
+        return order
+    named = {part.partition("=")[0].strip() for part in order.split(";")}
+    if ALL_OPS in named:
+        return order
+    capabilities = registry.capabilities(target)
+    parts = [order] if order else []
+    for op, backends in capabilities.backends.items():
+        expanding = [name for name in backends if name in capabilities.expanding]
+        if expanding and op not in named:
+            default = [name for name in capabilities.default_order if name in backends]
+            parts.append(f"{op}={','.join(expanding + default)}")
+    return ";".join(parts)
+
+
+def _tensors(prepared: Any) -> Iterator[torch.Tensor]:
+    """All tensors in what a backend prepared."""
+    if isinstance(prepared, torch.Tensor):
+        yield prepared
+    elif isinstance(prepared, (tuple, list)):
+        for part in prepared:
+            yield from _tensors(part)
+    elif dataclasses.is_dataclass(prepared):
+        for field in dataclasses.fields(prepared):
+            yield from _tensors(getattr(prepared, field.name))

@@ -1,0 +1,95 @@
+"""Entries: the compressed past of a layer, pooled by compressors and chosen by the indexer."""
+
+from __future__ import annotations
+
+import torch
+
+from metainfer.arch.cache_kinds import Kind
+from metainfer.arch.record import LayerArch, LayerKind
+from metainfer.nn.builder import LayerBuilder
+from metainfer.nn.cache import CacheStorage
+from metainfer.nn.compressor import Compressor
+from metainfer.nn.indexer import Indexer
+from metainfer.nn.linear import dense_fp32
+from metainfer.nn.step_index import PrefillIndex, StepIndex
+
+States = tuple[torch.Tensor, ...]  # of the compressors, then (CSA) the head weights of the indexer
+
+
+class Entries:
+    """All that one layer does about entries: CSA (with indexer) and HCA (without).
+
+    The rows of state of both compressors and the indexer's head weights come from one product in
+    fp32, whose columns they share.
+    """
+
+    def __init__(self, build: LayerBuilder, layer: LayerArch) -> None:
+        prefix = f"layers.{layer.index}.attn"
+        self._layer, self._ratio = layer.index, layer.ratio
+        main = Compressor(build, layer, f"{prefix}.compressor", Kind.COMPRESSOR, Kind.ENTRIES)
+        self._compressors = [main]
+        self._indexer: Indexer | None = None
+        names = list(main.names)
+        sizes = [main.width]
+        bias = [main.bias_RW]
+        if layer.kind is LayerKind.COMPRESSED_SPARSE:
+            keys = Compressor(
+                build,
+                layer,
+                f"{prefix}.indexer.compressor",
+                Kind.INDEX_COMPRESSOR,
+                Kind.INDEX_KEYS,
+            )
+            self._compressors.append(keys)
+            self._indexer = Indexer(build, layer, f"{prefix}.indexer")
+            names += [*keys.names, f"{prefix}.indexer.weights_proj.weight"]
+            sizes += [keys.width, build.arch.index_num_heads]
+            bias += [keys.bias_RW, torch.zeros(layer.ratio, build.arch.index_num_heads)]
+        self._sizes = sizes
+        self._project = dense_fp32(build, names)
+        self._bias_RO = torch.cat(bias, dim=1).to(build.device)
+
+    def project(self, x_TD: torch.Tensor, step: StepIndex) -> States:
+        """fp32 states of all rows of the step; their rows lie apart."""
+        state_TO = self._project(x_TD)
+        state_TO += self._bias_RO.index_select(0, step.phase_T[self._ratio])
+        return state_TO.split(self._sizes, dim=1)
+
+    def decode(
+        self, states: States, q_rank_TQ: torch.Tensor, step: StepIndex, cache: CacheStorage
+    ) -> torch.Tensor | None:
+        """Take in the decode rows; returns the rows of Kind.ENTRIES that each attends to, or None
+        where there are none (as `attention.sparse_decode` wants them)."""
+        assert step.decode is not None
+        rows = step.decode.num_rows
+        windows = step.decode.windows[self._ratio]
+        for compressor, state_TW in zip(self._compressors, states, strict=False):
+            compressor.decode(state_TW[:rows], windows, cache)
+        if self._indexer is None:
+            return windows.entry_rows_TE
+        rotation_TR2 = step.compressing_TR2[:rows]
+        return self._indexer.decode(
+            q_rank_TQ[:rows], states[-1][:rows], rotation_TR2, windows, cache
+        )
+
+    def prefill(
+        self,
+        states: States,
+        q_rank_TQ: torch.Tensor,
+        part: PrefillIndex,
+        step: StepIndex,
+        cache: CacheStorage,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Take in the chunk of one sequence; returns its rows of Kind.ENTRIES and what of them each
+        row attends to (as `attention.sparse_prefill` wants them)."""
+        rows = part.rows
+        windows = part.windows[self._ratio]
+        for compressor, state_TW in zip(self._compressors, states, strict=False):
+            compressor.prefill(state_TW[rows], windows, cache)
+        if self._indexer is None:
+            return windows.entry_rows_E, None
+        rotation_PR2 = step.compressing_TR2[rows]
+        selected_PK = self._indexer.prefill(
+            q_rank_TQ[rows], states[-1][rows], rotation_PR2, windows, part.start, cache
+        )
+        return windows.entry_rows_E, selected_PK

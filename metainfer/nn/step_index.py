@@ -1,0 +1,276 @@
+"""StepIndex: which cache rows a step reads and writes, computed once and shared by all layers.
+
+Every ring of a kind has the same size in all layers, and so has every growing kind of one ratio;
+the row numbers therefore hold for each layer.
+
+Shape suffixes: T rows, B sequences, W window, R ring rows, E entries, C windows that close, S span
+of an entry, P rows of a prefill sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from metainfer.arch.cache_kinds import BLOCK_TOKENS
+from metainfer.arch.record import Arch, LayerKind
+from metainfer.nn.inputs import StepInputs
+from metainfer.nn.rotary import compressing_table, sliding_table
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeWindows:
+    """Compressor windows and entries of the decode rows, at one ratio.
+
+    Attributes:
+        ring_rows_T: compressor ring row of each row.
+        closing_CS: ring rows of the tokens of each window that closes, -1 before the sequence;
+            None where no window closes.
+        target_rows_C: where the entries of these windows go.
+        rotation_CR2: at the first token of these windows.
+        num_entries: E, entries that the longest sequence sees.
+        entry_rows_TE: rows of the entries that each row sees, -1 after the last; one column more
+            than E, so that the last is always -1. None where no row sees any.
+    """
+
+    ring_rows_T: torch.Tensor
+    closing_CS: torch.Tensor | None
+    target_rows_C: torch.Tensor | None
+    rotation_CR2: torch.Tensor | None
+    num_entries: int
+    entry_rows_TE: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeIndex:
+    """The decode rows of a step, which are its first rows.
+
+    Attributes:
+        num_rows: how many.
+        ring_rows_T: window ring row of each row.
+        window_rows_TW: ring rows that each row sees, itself included; -1 where there is none.
+        windows: by ratio.
+    """
+
+    num_rows: int
+    ring_rows_T: torch.Tensor
+    window_rows_TW: torch.Tensor
+    windows: dict[int, DecodeWindows]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillWindows:
+    """Compressor windows and entries of one prefill sequence, at one ratio.
+
+    Attributes:
+        halo_rows: compressor ring rows of the tokens between the first window that is needed and
+            the chunk. Those of tokens before the sequence hold anything.
+        ring_rows: where the last rows of the chunk go in the compressor ring.
+        first_window: number of the first window that is open when the chunk starts.
+        num_closed: windows that close in the chunk, from `first_window` on.
+        used_rows: rows of [halo | chunk] that these windows (and the one before) take up.
+        rotation_ER2: at the first token of each window that closes.
+        entry_rows_E: cache rows of all entries of the sequence, the new ones included.
+    """
+
+    halo_rows: torch.Tensor
+    ring_rows: torch.Tensor
+    first_window: int
+    num_closed: int
+    used_rows: int
+    rotation_ER2: torch.Tensor
+    entry_rows_E: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillIndex:
+    """One prefill sequence of a step.
+
+    Attributes:
+        rows: its rows in the step.
+        start: position of the first of them.
+        halo_rows: window ring rows of the positions before `start` that are visible.
+        ring_rows: where the last rows of the chunk go in the window ring.
+        windows: by ratio.
+    """
+
+    rows: slice
+    start: int
+    halo_rows: torch.Tensor
+    ring_rows: torch.Tensor
+    windows: dict[int, PrefillWindows]
+
+
+@dataclass(frozen=True, slots=True)
+class StepIndex:
+    """Attributes:
+    token_ids_T: int64.
+    sliding_TR2, compressing_TR2: fp32 [T, R / 2, 2], rotation of each row in layers without and
+        with entries.
+    phase_T: by ratio: position % ratio of each row.
+    decode: None where no sequence decodes.
+    prefills: the other sequences.
+    """
+
+    token_ids_T: torch.Tensor
+    sliding_TR2: torch.Tensor
+    compressing_TR2: torch.Tensor
+    phase_T: dict[int, torch.Tensor]
+    decode: DecodeIndex | None
+    prefills: tuple[PrefillIndex, ...]
+
+
+class StepIndexer:
+    """Computes the StepIndex of each step; keeps constant tensors only."""
+
+    def __init__(self, arch: Arch, draft_rows: int, device: torch.device) -> None:
+        self._device = device
+        self._window = arch.sliding_window
+        self._window_ring = arch.sliding_window + draft_rows
+        # Tokens that one entry mixes, by ratio; the compressor's rings hold as many.
+        self._spans = {
+            layer.ratio: layer.ratio * (1 + (layer.kind is LayerKind.COMPRESSED_SPARSE))
+            for layer in arch.layers
+            if layer.ratio
+        }
+        self._draft_rows = draft_rows
+        self._sliding = sliding_table(arch, device)
+        self._compressing = compressing_table(arch, device)
+        self._back_W = torch.arange(1 - arch.sliding_window, 1, device=device)
+        self._back_S = {
+            ratio: torch.arange(1 - span, 1, device=device) for ratio, span in self._spans.items()
+        }
+
+    def index(self, inputs: StepInputs) -> StepIndex:
+        starts = inputs.row_starts
+        lengths = [stop - start for start, stop in pairwise(starts)]
+        ends = [before + rows for before, rows in zip(inputs.computed, lengths, strict=True)]
+        end = max(ends)
+        positions_T = inputs.positions_T
+        decoding = inputs.num_decode_sequences
+        return StepIndex(
+            token_ids_T=inputs.token_ids_T,
+            sliding_TR2=self._sliding.rows(positions_T, end),
+            compressing_TR2=self._compressing.rows(positions_T, end),
+            phase_T={ratio: positions_T % ratio for ratio in self._spans},
+            decode=self._decode(inputs, max(ends[:decoding])) if decoding else None,
+            prefills=tuple(
+                self._prefill(inputs, sequence, ends[sequence])
+                for sequence in range(decoding, inputs.num_sequences)
+            ),
+        )
+
+    def _decode(self, inputs: StepInputs, end: int) -> DecodeIndex:
+        """The decode rows, whose positions are all below `end`."""
+        rows = inputs.num_decode_rows
+        positions_T1 = inputs.positions_T[:rows].unsqueeze(1)
+        sequence_T = inputs.sequence_T[:rows]
+        slots_T1 = inputs.state_slots_B.index_select(0, sequence_T).unsqueeze(1)
+        window_rows_TW = _ring_rows(slots_T1, positions_T1 + self._back_W, self._window_ring)
+        return DecodeIndex(
+            num_rows=rows,
+            ring_rows_T=window_rows_TW[:, -1],
+            window_rows_TW=window_rows_TW,
+            windows={
+                ratio: self._decode_windows(inputs, ratio, positions_T1, slots_T1, end)
+                for ratio in self._spans
+            },
+        )
+
+    def _decode_windows(
+        self,
+        inputs: StepInputs,
+        ratio: int,
+        positions_T1: torch.Tensor,
+        slots_T1: torch.Tensor,
+        end: int,
+    ) -> DecodeWindows:
+        ring = self._spans[ratio] + self._draft_rows
+        ring_rows_T = (slots_T1 * ring + positions_T1 % ring).squeeze(1)
+        num_entries = end // ratio
+        if num_entries == 0:
+            return DecodeWindows(ring_rows_T, None, None, None, 0, None)
+        sequence_T = inputs.sequence_T[: len(positions_T1)]
+        seen_T1 = (positions_T1 + 1) // ratio
+        entry_rows_TE = self._entry_rows(
+            inputs.block_table_BM.index_select(0, sequence_T), ratio, num_entries
+        )
+        entry_E = torch.arange(num_entries + 1, device=self._device)
+        entry_rows_TE = entry_rows_TE.masked_fill_(entry_E >= seen_T1, -1)
+        closing_C = (seen_T1 * ratio == positions_T1 + 1).squeeze(1).nonzero().squeeze(1)
+        if len(closing_C) == 0:
+            return DecodeWindows(ring_rows_T, None, None, None, num_entries, entry_rows_TE)
+        positions_C1 = positions_T1.index_select(0, closing_C)
+        window_C1 = positions_C1 // ratio
+        return DecodeWindows(
+            ring_rows_T=ring_rows_T,
+            closing_CS=_ring_rows(
+                slots_T1.index_select(0, closing_C), positions_C1 + self._back_S[ratio], ring
+            ),
+            target_rows_C=entry_rows_TE.index_select(0, closing_C).gather(1, window_C1).squeeze(1),
+            rotation_CR2=self._compressing.rows((window_C1 * ratio).squeeze(1), end),
+            num_entries=num_entries,
+            entry_rows_TE=entry_rows_TE,
+        )
+
+    def _prefill(self, inputs: StepInputs, sequence: int, end: int) -> PrefillIndex:
+        rows = slice(inputs.row_starts[sequence], inputs.row_starts[sequence + 1])
+        start = inputs.computed[sequence]
+        slot_1 = inputs.state_slots_B[sequence : sequence + 1]
+        return PrefillIndex(
+            rows=rows,
+            start=start,
+            halo_rows=self._ring_range(
+                slot_1, max(0, start - self._window + 1), start, self._window_ring
+            ),
+            ring_rows=self._ring_range(
+                slot_1, max(start, end - self._window_ring), end, self._window_ring
+            ),
+            windows={
+                ratio: self._prefill_windows(inputs, sequence, ratio, end) for ratio in self._spans
+            },
+        )
+
+    def _prefill_windows(
+        self, inputs: StepInputs, sequence: int, ratio: int, end: int
+    ) -> PrefillWindows:
+        span = self._spans[ratio]
+        ring = span + self._draft_rows
+        start = inputs.computed[sequence]
+        slot_1 = inputs.state_slots_B[sequence : sequence + 1]
+        first_window = start // ratio
+        num_closed = end // ratio - first_window
+        halo_start = first_window * ratio - (span - ratio)
+        first_tokens_E = torch.arange(first_window, end // ratio, device=self._device) * ratio
+        table_1M = inputs.block_table_BM[sequence : sequence + 1]
+        return PrefillWindows(
+            halo_rows=self._ring_range(slot_1, halo_start, start, ring),
+            ring_rows=self._ring_range(slot_1, max(start, end - ring), end, ring),
+            first_window=first_window,
+            num_closed=num_closed,
+            used_rows=num_closed * ratio + span - ratio,
+            rotation_ER2=self._compressing.rows(first_tokens_E, end),
+            entry_rows_E=self._entry_rows(table_1M, ratio, end // ratio)[0, :-1],
+        )
+
+    def _ring_range(self, slot_1: torch.Tensor, first: int, stop: int, ring: int) -> torch.Tensor:
+        """Ring rows of the positions first .. stop - 1; negative ones fall on rows of the slot
+        as well."""
+        return slot_1 * ring + torch.arange(first, stop, device=self._device) % ring
+
+    def _entry_rows(self, table_BM: torch.Tensor, ratio: int, num_entries: int) -> torch.Tensor:
+        """Cache rows of the entries 0 .. E - 1 of each block table, then a column of -1."""
+        per_block = BLOCK_TOKENS // ratio
+        blocks = -(-num_entries // per_block)
+        offset = torch.arange(per_block, device=self._device)
+        rows_BMO = (table_BM[:, :blocks] * per_block).unsqueeze(2) + offset
+        rows_BE = rows_BMO.flatten(1)[:, :num_entries]
+        return torch.nn.functional.pad(rows_BE, (0, 1), value=-1)
+
+
+def _ring_rows(slots_T1: torch.Tensor, positions_TW: torch.Tensor, ring: int) -> torch.Tensor:
+    """Ring rows of the positions, -1 for negative ones."""
+    rows_TW = slots_T1 * ring + positions_TW % ring
+    return rows_TW.masked_fill_(positions_TW < 0, -1)

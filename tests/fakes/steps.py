@@ -1,0 +1,168 @@
+"""Drives a model through steps with block tables of its own, without scheduler or runner.
+
+Blocks and slots are handed out in scattered order, so that nothing works by being contiguous.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from metainfer.arch.cache_kinds import BLOCK_TOKENS, Scope, cache_kinds
+from metainfer.arch.record import Arch
+from metainfer.comm.group import Group
+from metainfer.kernels.builtin import builtin_registry
+from metainfer.models.deepseek_v4 import DeepseekV4
+from metainfer.nn.cache import CacheStorage
+from metainfer.nn.inputs import StepInputs
+from metainfer.ops.base import Target
+from metainfer.weights.load import Checkpoint
+
+CPU = torch.device("cpu")
+REFERENCE_ORDER = "*=reference"
+
+
+def load_model(
+    directory: Path,
+    arch: Arch,
+    *,
+    kernel_order: str = REFERENCE_ORDER,
+    compute_dtype: torch.dtype = torch.float32,
+    stream_dtype: torch.dtype | None = None,
+    residency: str = "quantised",
+    draft_rows: int = 0,
+) -> DeepseekV4:
+    """The checkpoint in `directory` on the CPU, one rank."""
+    with Checkpoint.open(directory, arch) as checkpoint:
+        return DeepseekV4(
+            arch,
+            checkpoint,
+            registry=builtin_registry(),
+            target=Target("cpu"),
+            kernel_order=kernel_order,
+            group=Group(),
+            device=CPU,
+            compute_dtype=compute_dtype,
+            stream_dtype=stream_dtype,
+            residency=residency,
+            draft_rows=draft_rows,
+        )
+
+
+@dataclass
+class Track:
+    """One sequence of a Driver."""
+
+    slot: int
+    blocks: list[int] = field(default_factory=list)
+    computed: int = 0
+
+
+class Driver:
+    """A model, a cache, and the sequences in it.
+
+    Every row's logits are computed: what a step returns is, for each part, fp32 [rows, V].
+    """
+
+    def __init__(
+        self,
+        model: DeepseekV4,
+        arch: Arch,
+        *,
+        num_slots: int = 4,
+        num_blocks: int = 24,
+        cache_dtype: torch.dtype = torch.float32,
+        draft_rows: int = 0,
+        seed: int = 0,
+    ) -> None:
+        self._model, self._arch = model, arch
+        self._draft_rows = draft_rows
+        self._num_slots, self._num_blocks = num_slots, num_blocks
+        self.cache = CacheStorage(
+            arch,
+            num_slots=num_slots,
+            num_blocks=num_blocks,
+            cache_dtype=cache_dtype,
+            draft_rows=draft_rows,
+            device=CPU,
+        )
+        generator = torch.Generator().manual_seed(seed)
+        self._free_slots = torch.randperm(num_slots, generator=generator).tolist()
+        self._free_blocks = torch.randperm(num_blocks, generator=generator).tolist()
+        self.poison()
+
+    def poison(self, owned: Sequence[Track] = ()) -> None:
+        """NaN in every block and slot but those of `owned`."""
+        for kind in cache_kinds(self._arch, self._draft_rows):
+            rows_ND = self.cache.rows(kind.kind, kind.source_layer)
+            blocks = rows_ND.view(-1, kind.rows_per_block, kind.row_width)
+            if kind.scope is Scope.SEQUENCE:
+                kept = [sequence.slot for sequence in owned]
+            else:
+                kept = [block for sequence in owned for block in sequence.blocks]
+            strangers = torch.ones(len(blocks), dtype=torch.bool)
+            strangers[kept] = False
+            blocks[strangers] = torch.nan
+
+    def start(self) -> Track:
+        return Track(self._free_slots.pop())
+
+    def finish(self, sequence: Track) -> None:
+        """Give back what `sequence` owns, with its contents."""
+        self._free_slots.append(sequence.slot)
+        self._free_blocks += sequence.blocks
+
+    @torch.inference_mode()
+    def step(self, *parts: tuple[Track, Sequence[int]], decoding: int = 0) -> list[torch.Tensor]:
+        """One step of the next tokens of some sequences, of which the first `decoding` count as
+        decode."""
+        inputs = self._inputs(parts, decoding)
+        logits_RV = self._model.logits(self._model.forward(inputs, self.cache))
+        return list(logits_RV.split([len(tokens) for _, tokens in parts]))
+
+    def run(self, tokens: Sequence[int], *lengths: int) -> torch.Tensor:
+        """Logits [T, V] of a new sequence computed alone, in chunks of `lengths` and then the
+        rest, each as prefill."""
+        sequence = self.start()
+        logits, start = [], 0
+        for length in [*lengths, len(tokens)]:
+            chunk = tokens[start : start + length]
+            if len(chunk):
+                logits += self.step((sequence, chunk))
+            start += length
+        self.finish(sequence)
+        return torch.cat(logits)
+
+    def decode(self, tokens: Sequence[int], sequence: Track) -> torch.Tensor:
+        """Logits [T, V] of the next tokens of `sequence`, each in a decode step of its own."""
+        return torch.cat([self.step((sequence, [token]), decoding=1)[0] for token in tokens])
+
+    def _inputs(self, parts: Sequence[tuple[Track, Sequence[int]]], decoding: int) -> StepInputs:
+        starts, computed = [0], []
+        positions: list[int] = []
+        owner: list[int] = []
+        for index, (sequence, tokens) in enumerate(parts):
+            end = sequence.computed + len(tokens)
+            while len(sequence.blocks) * BLOCK_TOKENS < end:
+                sequence.blocks.append(self._free_blocks.pop())
+            positions += range(sequence.computed, end)
+            owner += [index] * len(tokens)
+            starts.append(starts[-1] + len(tokens))
+            computed.append(sequence.computed)
+            sequence.computed = end
+        longest = max(len(sequence.blocks) for sequence, _ in parts)
+        table = [s.blocks + [-1] * (longest - len(s.blocks)) for s, _ in parts]
+        return StepInputs(
+            token_ids_T=torch.tensor([token for _, tokens in parts for token in tokens]),
+            positions_T=torch.tensor(positions),
+            sequence_T=torch.tensor(owner),
+            row_starts=tuple(starts),
+            computed=tuple(computed),
+            state_slots_B=torch.tensor([sequence.slot for sequence, _ in parts]),
+            block_table_BM=torch.tensor(table),
+            num_decode_sequences=decoding,
+            logits_rows_R=torch.arange(starts[-1]),
+        )
