@@ -76,6 +76,12 @@ class Runner:
             drawn += part.sample_rows
         return StepOutput(step.step_id, tuple(outputs))
 
+    def dry_run(self, step: Step) -> None:
+        """Execute a step that belongs to nobody, before the first request. All its sequences must
+        be admitted by it."""
+        self.execute(step)
+        self._states.clear()
+
     def is_fatal(self, error: Exception) -> bool:
         """Whether the device is lost: after an error of the accelerator nothing on it can be
         trusted. Running out of memory is not fatal."""

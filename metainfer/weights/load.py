@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -29,6 +29,9 @@ _TORCH_DTYPES = {
 }
 
 
+LoadProgress = Callable[[int, int], None]  # (bytes handed out, bytes in all)
+
+
 class Checkpoint:
     """The tensors of one checkpoint, as one rank of `size` sees them.
 
@@ -36,16 +39,39 @@ class Checkpoint:
     them as read-only. They keep the mapping alive, and pages are read when first touched.
     """
 
-    def __init__(self, index: CheckpointIndex, arch: Arch, rank: int, size: int) -> None:
+    def __init__(
+        self,
+        index: CheckpointIndex,
+        arch: Arch,
+        rank: int,
+        size: int,
+        on_progress: LoadProgress | None = None,
+    ) -> None:
         self.index = index
         self.arch = arch
         self.rank = rank
         self.size = size
         self._mapped: dict[Path, torch.Tensor] = {}
+        self._on_progress = on_progress
+        self._bytes_done = 0
+        used = (entry for entry in index.entries.values() if not entry.name.startswith(MTP_PREFIX))
+        self._bytes_in_all = sum(entry.nbytes for entry in used)
 
     @classmethod
-    def open(cls, directory: str | Path, arch: Arch, *, rank: int = 0, size: int = 1) -> Checkpoint:
+    def open(
+        cls,
+        directory: str | Path,
+        arch: Arch,
+        *,
+        rank: int = 0,
+        size: int = 1,
+        on_progress: LoadProgress | None = None,
+    ) -> Checkpoint:
         """Check all files against `arch`, and read nothing else yet.
+
+        Args:
+            on_progress: called whenever a tensor was handed out, with the bytes so far and those
+                of all tensors that a model uses (whole ones, whatever this rank takes of them).
 
         Raises:
             CheckpointError: listing everything that is wrong.
@@ -54,7 +80,7 @@ class Checkpoint:
         check_split(arch, size)
         index = CheckpointIndex.read(directory)
         require_no_problems(index.directory, arch, find_problems(index, arch))
-        return cls(index, arch, rank, size)
+        return cls(index, arch, rank, size, on_progress)
 
     @property
     def unused(self) -> tuple[str, ...]:
@@ -66,7 +92,11 @@ class Checkpoint:
 
         Bytes (packed fp4 codes, e8m0 scales) come as uint8.
         """
-        whole = self._whole(self._entry(name))
+        entry = self._entry(name)
+        whole = self._whole(entry)
+        if self._on_progress is not None:
+            self._bytes_done += entry.nbytes
+            self._on_progress(self._bytes_done, self._bytes_in_all)
         dimension = split_dimension(name)
         if dimension is not None and self.size > 1:
             share = whole.shape[dimension] // self.size

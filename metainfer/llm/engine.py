@@ -1,0 +1,223 @@
+"""Engine: a checkpoint, loaded and running in a thread of this process.
+
+`Engine.load` is the way from a directory to a client: probe, Arch, Plan, checked files, model,
+cache, dry run, loop. Knows nothing of text.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from metainfer.arch.families import known_names, read_arch
+from metainfer.arch.record import Arch
+from metainfer.comm.group import Group
+from metainfer.core.errors import UserError
+from metainfer.core.events import EngineEvent
+from metainfer.core.units import format_bytes, format_seconds
+from metainfer.hardware.machine import Machine
+from metainfer.hardware.probe import probe
+from metainfer.kernels.builtin import builtin_registry
+from metainfer.kernels.registry import Registry
+from metainfer.llm.admission import Limits
+from metainfer.llm.blocks import blocks_for
+from metainfer.llm.client import EngineStats
+from metainfer.llm.loop import Executor, Loop
+from metainfer.llm.request import Request
+from metainfer.llm.runner import Runner
+from metainfer.llm.scheduler import Scheduler
+from metainfer.llm.warmup import warm_up
+from metainfer.models.deepseek_v4 import DeepseekV4
+from metainfer.nn.cache import CacheStorage
+from metainfer.ops.base import Target
+from metainfer.plan.build import build_plan, choose_target
+from metainfer.plan.plan import Plan
+from metainfer.plan.settings import EngineSettings
+from metainfer.weights.load import Checkpoint, LoadProgress
+
+_log = logging.getLogger(__name__)
+
+
+class Engine:
+    """An EngineClient over a loop in a thread of its own. Close it when done.
+
+    Args:
+        executor: runs the steps, in the engine thread alone.
+        check_every_step: for tests: the scheduler's books are checked after every step.
+
+    Attributes:
+        machine, arch, plan: what it runs on, what it runs, and how.
+        limits: what a request must keep to.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        arch: Arch,
+        plan: Plan,
+        executor: Executor,
+        *,
+        check_every_step: bool = False,
+    ) -> None:
+        self.machine = machine
+        self.arch = arch
+        self.plan = plan
+        self.limits = limits_of(arch, plan)
+        self._loop = Loop(Scheduler(self.limits), executor, check_every_step=check_every_step)
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def load(
+        cls,
+        directory: str | Path,
+        settings: EngineSettings | None = None,
+        on_progress: LoadProgress | None = None,
+        *,
+        check_every_step: bool = False,
+    ) -> Engine:
+        """Load the checkpoint in `directory` and start serving it.
+
+        Args:
+            on_progress: called with (bytes of weights loaded, bytes in all).
+
+        Raises:
+            UserError: there is no such model, flags contradict each other or it does not fit.
+            CheckpointError: listing everything that is wrong with the files.
+        """
+        began_s = time.perf_counter()
+        directory = checkpoint_directory(directory)
+        settings = settings or EngineSettings()
+        machine, arch, registry = probe(), read_arch(directory), builtin_registry()
+        capabilities = choose_target(machine, settings, registry.capabilities)
+        plan = build_plan(machine, arch, settings, capabilities)
+        _set_threads(plan)
+        with Checkpoint.open(directory, arch, on_progress=on_progress) as checkpoint:
+            runner = _make_runner(arch, plan, checkpoint, registry, capabilities.target)
+        warm_up(runner, plan)
+        _log.info("%s is ready after %s", arch.name, format_seconds(time.perf_counter() - began_s))
+        return cls(machine, arch, plan, runner, check_every_step=check_every_step)
+
+    # ---- EngineClient ----
+
+    def submit(self, request: Request) -> None:
+        self._loop.submit(request)
+
+    def abort(self, request_id: str) -> None:
+        self._loop.abort(request_id)
+
+    def events(self, timeout_s: float | None = None) -> Sequence[EngineEvent]:
+        return self._loop.events(timeout_s)
+
+    def stats(self) -> EngineStats:
+        return self._loop.stats()
+
+    # ---- the end ----
+
+    def close(self) -> None:
+        """End after the current step; requests that are not done are aborted. May be called again,
+        and from any thread."""
+        self._loop.close()
+        self._thread.join()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        _set_threads(self.plan)
+        self._loop.run()
+
+
+def limits_of(arch: Arch, plan: Plan) -> Limits:
+    """What the plan allows requests and steps."""
+    return Limits(
+        vocab_size=arch.vocab_size,
+        eos_token_ids=arch.eos_token_ids,
+        max_model_len=plan.max_model_len.value,
+        max_num_seqs=plan.max_num_seqs.value,
+        max_num_batched_tokens=plan.max_num_batched_tokens.value,
+        max_queued_requests=plan.max_queued_requests.value,
+        num_blocks=plan.num_blocks.value,
+        draft_rows=plan.draft_rows.value,
+    )
+
+
+def checkpoint_directory(path: str | Path) -> Path:
+    """`path`, if it is a directory. Raises UserError saying what it is instead."""
+    directory = Path(path)
+    if directory.is_dir():
+        return directory
+    if directory.is_file():
+        raise UserError(
+            f"{directory} is a file, not a checkpoint directory",
+            hint="give the directory that holds config.json and the safetensors files",
+        )
+    if str(path) in known_names():
+        raise UserError(
+            f"'{path}' is the name of a known model, not a checkpoint: its weights are not here",
+            hint="give the directory of its checkpoint; `metainfer weights synth` writes one with"
+            " random weights",
+        )
+    raise UserError(
+        f"there is no checkpoint directory at '{path}'", hint="give the directory of a checkpoint"
+    )
+
+
+def _set_threads(plan: Plan) -> None:
+    """torch counts threads per process, OpenMP per calling thread: both are told."""
+    if plan.threads.value:
+        torch.set_num_threads(plan.threads.value)
+
+
+def _make_runner(
+    arch: Arch, plan: Plan, checkpoint: Checkpoint, registry: Registry, target: Target
+) -> Runner:
+    """Model and cache in memory, and who runs them."""
+    device = torch.device(plan.device.value)
+    draft_rows = plan.draft_rows.value
+    model = DeepseekV4(
+        arch,
+        checkpoint,
+        registry=registry,
+        target=target,
+        kernel_order=plan.kernel_order.value,
+        group=Group(),
+        device=device,
+        compute_dtype=getattr(torch, plan.compute_dtype.value),
+        residency=plan.weights_residency.value,
+        draft_rows=draft_rows,
+    )
+    cache = CacheStorage(
+        arch,
+        num_slots=plan.max_num_seqs.value,
+        num_blocks=plan.num_blocks.value,
+        cache_dtype=getattr(torch, plan.cache_dtype.value),
+        draft_rows=draft_rows,
+        device=device,
+    )
+    _log.debug(
+        "weights %s, cache %s", format_bytes(model.weights_nbytes), format_bytes(cache.nbytes)
+    )
+    return Runner(
+        model,
+        cache,
+        vocab_size=arch.vocab_size,
+        eos_token_ids=arch.eos_token_ids,
+        num_slots=plan.max_num_seqs.value,
+        max_blocks=blocks_for(plan.max_model_len.value),
+        device=device,
+    )
