@@ -12,7 +12,7 @@ from metainfer.core.errors import UserError
 from metainfer.kernels.builtin import builtin_registry
 from metainfer.kernels.cpu import attention, compress, hc, index, linear, moe, norm, rope
 from metainfer.kernels.cpu.tiles import row_tiles
-from metainfer.kernels.cpu.unpack import fp4_weight, fp8_weight
+from metainfer.kernels.cpu.unpack import fp4_weights, fp8_weight
 from metainfer.kernels.reference import dequantise
 from metainfer.ops.base import Target
 from metainfer.ops.catalogue import OPS
@@ -80,11 +80,13 @@ def test_fp8_with_scales_that_are_no_powers_of_two_rounds_once(dtype: torch.dtyp
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_fp4_unpacks_exactly(dtype: torch.dtype) -> None:
-    packed = torch.arange(256).to(torch.uint8).view(1, 256).repeat(4, 1)
-    packed = torch.stack([packed, packed.flip(1)])
-    scale = torch.arange(128).view(2, 4, 16).to(torch.uint8) + 80
-    expected = dequantise.fp4_group(packed, scale).to(dtype)
-    assert torch.equal(fp4_weight(packed, scale).unpack().to(dtype), expected)
+    packed = torch.arange(256).to(torch.uint8).view(1, 1, 256).repeat(2, 3, 1)
+    other = packed.flip(2)[:, :2]
+    scale = torch.arange(96).view(2, 3, 16).to(torch.uint8) + 80
+    scale[0, 0, :2] = torch.tensor([0, 240])
+    numbers = fp4_weights((packed, other), (scale, scale[:, :2])).unpack().to(dtype)
+    expected = [dequantise.fp4_group(packed, scale), dequantise.fp4_group(other, scale[:, :2])]
+    assert torch.equal(numbers, torch.cat([e.to(dtype).flatten(1) for e in expected], dim=1))
 
 
 def test_weights_that_are_no_numbers_are_refused() -> None:
@@ -94,7 +96,7 @@ def test_weights_that_are_no_numbers_are_refused() -> None:
     with pytest.raises(UserError, match="a scale of a weight in fp8 is not a number"):
         fp8_weight(codes[:, :1], torch.full((1, 1), 255, dtype=torch.uint8), (128, 128))
     with pytest.raises(UserError, match="a scale of a weight in fp4 is not a number"):
-        fp4_weight(torch.zeros(1, 1, 16).to(torch.uint8), torch.full((1, 1, 1), 255))
+        fp4_weights((torch.zeros(1, 1, 16).to(torch.uint8),), (torch.full((1, 1, 1), 255),))
 
 
 def test_quantised_weights_stay_so_and_expanded_ones_do_not() -> None:

@@ -134,32 +134,54 @@ def sparse_decode(
     entries_MD: torch.Tensor | None = None,
     entry_rows_TK: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    columns = 0 if entry_rows_TK is None else entry_rows_TK.shape[1]
-    keys = case.window + columns
+    lists = [(ring_ND, window_rows_TW)]
+    if entries_MD is not None and entry_rows_TK is not None:
+        lists.append((entries_MD, entry_rows_TK))
+    keys = sum(rows_TK.shape[1] for _, rows_TK in lists)
     out_THD = torch.empty_like(q_THD)
     for tile in row_tiles(len(q_THD), keys * case.width):
-        rows_tN = window_rows_TW[tile]
-        keys_tND = _rows_of(ring_ND, rows_tN)
-        if entries_MD is not None and entry_rows_TK is not None:
-            keys_tND = torch.cat([keys_tND, _rows_of(entries_MD, entry_rows_TK[tile])], dim=1)
-            rows_tN = torch.cat([rows_tN, entry_rows_TK[tile]], dim=1)
-        keys_tND = keys_tND.float()
+        tile_lists = [(cache_ND, rows_TK[tile]) for cache_ND, rows_TK in lists]
+        keys_tND, seen_tN = _listed_keys(tile_lists)
         q_tHD = q_THD[tile].float() * case.width**-0.5
         scores_tHN = torch.bmm(q_tHD, keys_tND.transpose(1, 2))
-        if int(rows_tN.min()) < 0:
-            # The rows that stand in for none may hold NaN.
-            missing_tN = rows_tN < 0
-            keys_tND.masked_fill_(missing_tN.unsqueeze(2), 0.0)
-            scores_tHN.masked_fill_(missing_tN.unsqueeze(1), -torch.inf)
+        if seen_tN is not None:
+            scores_tHN.masked_fill_(~seen_tN.unsqueeze(1), -torch.inf)
         sink_tH1 = sink_H.expand(len(q_tHD), -1).unsqueeze(2)
         weights_tHN = torch.cat([scores_tHN, sink_tH1], dim=2).softmax(-1)[..., :-1]
         out_THD[tile] = torch.bmm(weights_tHN, keys_tND)
     return out_THD
 
 
+def _listed_keys(
+    lists: list[tuple[torch.Tensor, torch.Tensor]],
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Listed rows [T, K, D] of each cache side by side, in fp32; where lists have a -1 also which
+    of the keys are listed, bool [T, keys]. Keys that are not listed are finite."""
+    counts = [rows_TK.shape[1] for _, rows_TK in lists]
+    keys_TND = torch.empty(len(lists[0][1]), sum(counts), lists[0][0].shape[1])
+    for (cache_ND, rows_TK), part_TKD in zip(lists, keys_TND.split(counts, dim=1), strict=True):
+        _copy_rows(part_TKD, cache_ND, rows_TK)
+    rows_TN = torch.cat([rows_TK for _, rows_TK in lists], dim=1)
+    return keys_TND, None if int(rows_TN.min()) >= 0 else rows_TN >= 0
+
+
+def _copy_rows(out_TKD: torch.Tensor, cache_ND: torch.Tensor, rows_TK: torch.Tensor) -> None:
+    if rows_TK.numel() == 0:
+        return
+    if int(rows_TK.min()) >= 0:
+        out_TKD.copy_(_rows_of(cache_ND, rows_TK))
+        return
+    # Another row of the same list stands in for none, as only listed rows are sure to be finite.
+    stand_in_T1 = rows_TK.amax(1, keepdim=True)
+    chosen_TK = torch.where(rows_TK < 0, stand_in_T1, rows_TK)
+    out_TKD.copy_(_rows_of(cache_ND, chosen_TK.clamp(min=0)))
+    if int(stand_in_T1.min()) < 0:
+        out_TKD.masked_fill_((chosen_TK < 0).unsqueeze(2), 0.0)
+
+
 def _rows_of(cache_ND: torch.Tensor, rows_TK: torch.Tensor) -> torch.Tensor:
-    """[T, K, D]: the listed rows; row 0 for -1."""
-    listed = cache_ND.index_select(0, rows_TK.flatten().clamp(min=0))
+    """[T, K, D]: the listed rows."""
+    listed = cache_ND.index_select(0, rows_TK.flatten())
     return listed.view(*rows_TK.shape, cache_ND.shape[1])
 
 

@@ -38,19 +38,17 @@ def prepare_fp8_block(
 
 
 def fp8_block(case: Fp8BlockCase, weight: Fp8Weight, x_TI: torch.Tensor) -> torch.Tensor:
-    tiles = list(row_tiles(len(weight.factor), case.block[0] * case.columns, _TILE_CODES))
-    if len(tiles) == 1:
-        return _fp8_rows(case, weight, x_TI)[:, : case.rows]
-    parts = [_fp8_rows(case, weight.blocks(tile), x_TI) for tile in tiles]
-    return torch.cat(parts, dim=1)[:, : case.rows]
+    tile_rows = row_tiles(len(weight.factor), case.block[0] * case.columns, _TILE_CODES)
+    parts = [_fp8_rows(weight.of(tile), x_TI) for tile in tile_rows]
+    y_TO = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    return y_TO if y_TO.shape[1] == case.rows else y_TO[:, : case.rows].contiguous()
 
 
-def _fp8_rows(case: Fp8BlockCase, weight: Fp8Weight, x_TI: torch.Tensor) -> torch.Tensor:
+def _fp8_rows(weight: Fp8Weight, x_TI: torch.Tensor) -> torch.Tensor:
     """The products with whole blocks of rows, in the case's dtype."""
     if len(x_TI) > _FEW_ROWS:
         return linear(x_TI, weight.unpack().to(x_TI.dtype))
-    scaled_BTI = x_TI.float() * weight.factor
-    y_BTO = torch.bmm(scaled_BTI, weight.unscaled().transpose(1, 2))
+    y_BTO = torch.bmm(x_TI * weight.factor, weight.unscaled().transpose(1, 2))
     return y_BTO.transpose(0, 1).flatten(1).to(x_TI.dtype)
 
 
@@ -77,14 +75,24 @@ def prepare_grouped_expanded(case: GroupedCase, *weights: torch.Tensor) -> torch
 def grouped(
     case: GroupedCase, weight: Fp8Weight | torch.Tensor, x_TGI: torch.Tensor
 ) -> torch.Tensor:
-    weight_OI = weight.unpack() if isinstance(weight, Fp8Weight) else weight
-    if len(x_TGI) > _FEW_ROWS:
-        weight_OI = weight_OI.to(x_TGI.dtype)
-    outputs = case.groups * case.rows
-    weight_GLI = weight_OI[:outputs].unflatten(0, (case.groups, case.rows))
-    x_GTI = x_TGI.transpose(0, 1).to(weight_OI.dtype)
-    y_GTL = torch.bmm(x_GTI, weight_GLI.transpose(1, 2))
-    return y_GTL.transpose(0, 1).to(x_TGI.dtype).reshape(len(x_TGI), outputs)
+    rows = len(x_TGI)
+    if isinstance(weight, torch.Tensor):
+        weight_GLI = weight.unflatten(0, (case.groups, case.rows))
+    elif rows <= _FEW_ROWS and case.rows % case.block[0] == 0:
+        return _grouped_few(case, weight, x_TGI)
+    else:
+        weight_OI = weight.unpack()[: case.groups * case.rows].to(x_TGI.dtype)
+        weight_GLI = weight_OI.unflatten(0, (case.groups, case.rows))
+    y_GTL = torch.bmm(x_TGI.transpose(0, 1), weight_GLI.transpose(1, 2))
+    return y_GTL.transpose(0, 1).reshape(rows, case.groups * case.rows)
+
+
+def _grouped_few(case: GroupedCase, weight: Fp8Weight, x_TGI: torch.Tensor) -> torch.Tensor:
+    """As `_fp8_rows`: each block of rows belongs to one group."""
+    x_GTI = x_TGI.transpose(0, 1)
+    x_BTI = x_GTI.repeat_interleave(case.rows // case.block[0], 0) * weight.factor
+    y_BTO = torch.bmm(x_BTI, weight.unscaled().transpose(1, 2))
+    return y_BTO.transpose(0, 1).flatten(1).to(x_TGI.dtype)
 
 
 BACKENDS = (

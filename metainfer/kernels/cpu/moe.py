@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch.nn import functional
-from torch.nn.functional import linear
+from torch.nn.functional import linear, silu, softplus
 
 from metainfer.kernels.cpu.backend import cpu_backend, expanded_backend, on_cpu
 from metainfer.kernels.cpu.tiles import row_tiles
-from metainfer.kernels.cpu.unpack import DenseWeight, Fp4Weight, Fp8Weight, fp4_weight, fp8_weight
+from metainfer.kernels.cpu.unpack import Fp4Weights, Fp8Weight, fp4_weights, fp8_weight
 from metainfer.kernels.reference.dequantise import to_float
 from metainfer.kernels.reference.dtypes import TORCH_DTYPES
 from metainfer.kernels.registry import Verdict, no
@@ -18,12 +17,11 @@ from metainfer.ops.base import Target
 from metainfer.ops.moe import ExpertsCase, RouteCase, SwigluCase
 
 Tensors = tuple[torch.Tensor, ...]
-Weight = DenseWeight | Fp8Weight | Fp4Weight
 
 # Steps of so few rows take all rows through all chosen experts at once.
 _FEW_ROWS = 16
 # Weights of experts that are unpacked at a time in such a step.
-_TILE_WEIGHTS = 2**22
+_TILE_WEIGHTS = 2**19
 
 
 class Router(NamedTuple):
@@ -52,7 +50,7 @@ def route_learned(
 
 
 def _scores(router: Router, x_TD: torch.Tensor) -> torch.Tensor:
-    return functional.softplus(linear(x_TD.float(), router.gate_ED)).sqrt_()
+    return softplus(linear(x_TD.float(), router.gate_ED)).sqrt_()
 
 
 def _weigh(
@@ -64,35 +62,66 @@ def _weigh(
     return ids_TK, weights_TK.mul_(case.scale)
 
 
-class Experts(NamedTuple):
-    """Gate and up one below the other [E, 2 F, D], and down [E, D, F]."""
+class DenseExperts(NamedTuple):
+    """Numbers of the compute dtype: gate and up one below the other [E, 2 F, D], down [E, D, F]."""
 
-    gate_up: Weight
-    down: Weight
+    gate_up: torch.Tensor
+    down: torch.Tensor
+
+    def of(self, case: ExpertsCase, part: int | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both of the experts that `part` names."""
+        if isinstance(part, int):
+            return self.gate_up[part], self.down[part]
+        return self.gate_up.index_select(0, part), self.down.index_select(0, part)
+
+
+class Fp8Experts(NamedTuple):
+    """The same as codes."""
+
+    gate_up: Fp8Weight
+    down: Fp8Weight
+
+    def of(self, case: ExpertsCase, part: int | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both of the experts that `part` names, unpacked to fp32."""
+        down = self.down.of(part).unpack()
+        return self.gate_up.of(part).unpack(), down[..., : case.width, :]
+
+
+class Fp4Experts(NamedTuple):
+    """Gate, up and down of each expert as one row of codes."""
+
+    weights: Fp4Weights
+
+    def of(self, case: ExpertsCase, part: int | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gate and up, and down, of the experts that `part` names, unpacked to fp32."""
+        numbers = self.weights.of(part).unpack()
+        gate_up, down = numbers.split([2 * case.inner * case.width, case.inner * case.width], -1)
+        shape = 2 * case.inner, case.width
+        return gate_up.unflatten(-1, shape), down.unflatten(-1, (case.width, case.inner))
+
+
+Experts = DenseExperts | Fp8Experts | Fp4Experts
 
 
 def experts_eligible(case: ExpertsCase, target: Target) -> Verdict:
     if case.weight_format == "fp8_block" and case.inner % case.block[0]:
         return no(f"{case.inner} rows of an expert do not fill blocks of {case.block[0]}")
-    if case.weight_format == "fp4_group" and case.width % 2:
-        return no(f"{case.width} rows of an expert in fp4 are an odd number")
     return on_cpu(case, target)
 
 
 def prepare_experts(case: ExpertsCase, w1: Tensors, w2: Tensors, w3: Tensors) -> Experts:
-    gate_up = tuple(torch.cat([gate, up], dim=1) for gate, up in zip(w1, w3, strict=True))
-    return Experts(_weight(case, gate_up), _weight(case, w2))
-
-
-def _weight(case: ExpertsCase, tensors: Tensors) -> Weight:
-    if case.weight_format == "fp8_block":
-        return fp8_weight(tensors[0], tensors[1], case.block)
     if case.weight_format == "fp4_group":
-        return fp4_weight(tensors[0], tensors[1])
-    return DenseWeight(tensors[0].to(TORCH_DTYPES[case.dtype]))
+        packed, groups = zip(w1, w3, w2, strict=True)
+        return Fp4Experts(fp4_weights(packed, groups))
+    codes, *scales = (torch.cat([gate, up], dim=1) for gate, up in zip(w1, w3, strict=True))
+    if case.weight_format == "fp8_block":
+        gate_up = fp8_weight(codes, scales[0], case.block)
+        return Fp8Experts(gate_up, fp8_weight(w2[0], w2[1], case.block))
+    dtype = TORCH_DTYPES[case.dtype]
+    return DenseExperts(codes.to(dtype), w2[0].to(dtype))
 
 
-def prepare_expanded(case: ExpertsCase, w1: Tensors, w2: Tensors, w3: Tensors) -> Experts:
+def prepare_expanded(case: ExpertsCase, w1: Tensors, w2: Tensors, w3: Tensors) -> DenseExperts:
     dtype = TORCH_DTYPES[case.dtype]
     gate_up = torch.empty(case.experts, 2 * case.inner, case.width, dtype=dtype)
     down = torch.empty(case.experts, case.width, case.inner, dtype=dtype)
@@ -101,7 +130,7 @@ def prepare_expanded(case: ExpertsCase, w1: Tensors, w2: Tensors, w3: Tensors) -
         gate_up[expert, : case.inner] = to_float(case.weight_format, w1_e, case.block)
         gate_up[expert, case.inner :] = to_float(case.weight_format, w3_e, case.block)
         down[expert] = to_float(case.weight_format, w2_e, case.block)
-    return Experts(DenseWeight(gate_up), DenseWeight(down))
+    return DenseExperts(gate_up, down)
 
 
 def experts(
@@ -124,26 +153,26 @@ def _experts_of_few(
     weights_TK: torch.Tensor,
 ) -> torch.Tensor:
     """All rows through all chosen experts, which count nothing where a row did not choose them."""
-    chosen_U, share_UT = _shares(ids_TK, weights_TK)
-    y_TD = torch.zeros(x_TD.shape)
+    chosen_U, share_TU = _shares(ids_TK, weights_TK)
+    parts = []
     for tile in row_tiles(len(chosen_U), 3 * case.inner * case.width, _TILE_WEIGHTS):
-        gate_up_UFD = weights.gate_up.of(chosen_U[tile]).unpack()
-        x = x_TD.to(gate_up_UFD.dtype)
-        hidden_TUF = linear(x, gate_up_UFD.flatten(0, 1)).unflatten(1, gate_up_UFD.shape[:2])
-        hidden_UTF = swiglu(case, hidden_TUF).transpose(0, 1)
-        down_UDF = weights.down.of(chosen_U[tile]).unpack()[:, : case.width]
+        gate_up_UFD, down_UDF = weights.of(case, chosen_U[tile])
+        x_UTD = x_TD.to(gate_up_UFD.dtype).expand(len(down_UDF), -1, -1)
+        gate_up_UTF = torch.bmm(x_UTD, gate_up_UFD.transpose(1, 2)).float()
+        gate_UTF, up_UTF = gate_up_UTF.chunk(2, dim=-1)
+        hidden_UTF = _gated(gate_UTF, up_UTF, case.limit).to(down_UDF.dtype)
         out_UTD = torch.bmm(hidden_UTF, down_UDF.transpose(1, 2)).float()
-        y_TD += torch.bmm(share_UT[tile].T.unsqueeze(1), out_UTD.transpose(0, 1)).squeeze(1)
-    return y_TD
+        parts.append(torch.bmm(share_TU[:, tile].unsqueeze(1), out_UTD.transpose(0, 1)))
+    return sum(parts[1:], parts[0]).squeeze(1) if parts else torch.zeros(x_TD.shape)
 
 
 def _shares(ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The experts that any row chose [U], and what each row gives them, fp32 [U, T]."""
+    """The experts that any row chose [U], and what each row gives them, fp32 [T, U]."""
     if len(ids_TK) == 1:
-        return ids_TK[0], weights_TK.T
+        return ids_TK[0], weights_TK
     chosen_U, place_TK = ids_TK.unique(return_inverse=True)
     share_TU = torch.zeros(len(ids_TK), len(chosen_U)).scatter_add_(1, place_TK, weights_TK)
-    return chosen_U, share_TU.T
+    return chosen_U, share_TU
 
 
 def _experts_of_many(
@@ -164,21 +193,24 @@ def _experts_of_many(
             continue
         rows, share = row_of[first : first + count], share_of[first : first + count]
         first += count
-        x = x_TD.index_select(0, rows)
-        hidden = swiglu(case, linear(x, weights.gate_up.of(expert).unpack().to(dtype)))
-        out = linear(hidden, weights.down.of(expert).unpack().to(dtype)[: case.width])
+        gate_up_FD, down_DF = weights.of(case, expert)
+        hidden = swiglu(case, linear(x_TD.index_select(0, rows), gate_up_FD.to(dtype)))
+        out = linear(hidden, down_DF.to(dtype))
         y_TD.index_add_(0, rows, out.float().mul_(share))
     return y_TD
 
 
 def swiglu(case: SwigluCase | ExpertsCase, gate_up_TF: torch.Tensor) -> torch.Tensor:
-    y_TF = gate_up_TF[..., : case.inner]
-    gate_up_RF = gate_up_TF.flatten(0, -2)
-    for tile in row_tiles(len(gate_up_RF), 2 * case.inner):
-        gate, up = gate_up_RF[tile].float().chunk(2, dim=-1)
-        functional.silu(gate.clamp_(max=case.limit), inplace=True)
-        gate_up_RF[tile, : case.inner] = gate.mul_(up.clamp_(-case.limit, case.limit))
+    y_TF = gate_up_TF[:, : case.inner]
+    for tile in row_tiles(len(gate_up_TF), 2 * case.inner):
+        gate_tF, up_tF = gate_up_TF[tile].float().chunk(2, dim=-1)
+        y_TF[tile] = _gated(gate_tF, up_tF, case.limit)
     return y_TF
+
+
+def _gated(gate: torch.Tensor, up: torch.Tensor, limit: float) -> torch.Tensor:
+    """In place of `gate`; overwrites both, which are fp32."""
+    return silu(gate.clamp_(max=limit), inplace=True).mul_(up.clamp_(-limit, limit))
 
 
 BACKENDS = (

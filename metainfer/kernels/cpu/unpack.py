@@ -16,59 +16,42 @@ from metainfer.kernels.reference.dequantise import scales_to_float
 
 # What moves a code, sign-extended to 16 bits, to its place in fp16; the bits that are its own then
 # (between them lie more sign bits); and by how much the number is too small.
-_E4M3_MOVE = torch.tensor(1 << 7, dtype=torch.int16)
+_E4M3_MOVE = torch.tensor([1 << 7], dtype=torch.int16)  # not a scalar: that would stay int8
 _E4M3_MASK = torch.tensor(0xBF80 - (1 << 16), dtype=torch.int16)
 _E4M3_BIAS = 2.0**8
 _E2M1_MASK = torch.tensor(0x8E00 - (1 << 16), dtype=torch.int16)
-_E2M1_BIAS = 2.0**14
+_E2M1_BIAS_BITS = 14
 _HIGH_MOVE = torch.tensor(1 << 5, dtype=torch.int16)
 _LOW_MOVE = torch.tensor(1 << 12, dtype=torch.int16)  # then 3 back, which brings the sign along
 _LOW_BACK = torch.tensor(3, dtype=torch.int16)
+# What fp32 has below its exponent.
+_FP32_MANTISSA_BITS = 23
+_E8M0_MOST = 254 - _E2M1_BIAS_BITS
 _DAMAGED = "the checkpoint is damaged: run `metainfer weights check` on it"
-_E2M1_SCALES = scales_to_float(torch.arange(256).to(torch.uint8)) * _E2M1_BIAS
-
-
-class DenseWeight(NamedTuple):
-    """Numbers of the compute dtype."""
-
-    numbers: torch.Tensor
-
-    def of(self, part: int | torch.Tensor) -> DenseWeight:
-        """The experts that `part` names."""
-        return DenseWeight(_part(self.numbers, part))
-
-    def unpack(self) -> torch.Tensor:
-        """The numbers, as they are."""
-        return self.numbers
 
 
 class Fp8Weight(NamedTuple):
-    """e4m3 codes whose rows fill their blocks.
+    """e4m3 codes in whole blocks of rows.
 
     Attributes:
-        codes: int8 [..., blocks * rows of a block, I].
+        codes: int8 [..., blocks, rows of a block, I].
         factor: fp32 [..., blocks, 1, I], what `unscaled` numbers are to be multiplied by.
     """
 
     codes: torch.Tensor
     factor: torch.Tensor
 
-    def of(self, part: int | torch.Tensor) -> Fp8Weight:
-        """The experts that `part` names."""
+    def of(self, part: int | slice | torch.Tensor) -> Fp8Weight:
+        """The blocks of a matrix, or the experts, that `part` names."""
         return Fp8Weight(_part(self.codes, part), _part(self.factor, part))
-
-    def blocks(self, tile: slice) -> Fp8Weight:
-        """Some blocks of rows of a single matrix."""
-        rows = len(self.codes) // len(self.factor)
-        return Fp8Weight(self.codes[tile.start * rows : tile.stop * rows], self.factor[tile])
 
     def unscaled(self) -> torch.Tensor:
         """fp32 [..., blocks, rows of a block, I]: the numbers without their factors."""
-        bits = self.codes.to(torch.int16).mul_(_E4M3_MOVE).bitwise_and_(_E4M3_MASK)
-        return bits.view(torch.float16).float().unflatten(-2, (self.factor.shape[-3], -1))
+        bits = torch.mul(self.codes, _E4M3_MOVE).bitwise_and_(_E4M3_MASK)
+        return bits.view(torch.float16).float()
 
     def unpack(self) -> torch.Tensor:
-        """All rows, as fp32 numbers."""
+        """fp32 [..., O, I], O with the rows that fill the last block."""
         return self.unscaled().mul_(self.factor).flatten(-3, -2)
 
 
@@ -85,51 +68,56 @@ def fp8_weight(codes: torch.Tensor, scale: torch.Tensor, block: tuple[int, int])
     missing_rows = -rows % block[0]
     if missing_rows:
         codes = torch.nn.functional.pad(codes, (0, 0, 0, missing_rows))
-    return Fp8Weight(codes, factor.repeat_interleave(block[1], -1)[..., :columns].contiguous())
+    factor = factor.repeat_interleave(block[1], -1)[..., :columns]
+    return Fp8Weight(codes.unflatten(-2, (-1, block[0])), factor.contiguous())
 
 
-class Fp4Weight(NamedTuple):
-    """e2m1 codes and their e8m0 scales.
+class Fp4Weights(NamedTuple):
+    """e2m1 codes of experts, each expert's matrices in one row, and their e8m0 scales.
 
     Attributes:
-        packed: int8 [..., O / 2, I], row o in the low and row O / 2 + o in the high nibble.
-        scale: uint8 [..., O, groups].
+        packed: int8 [E, N / 2], number n in the low and number N / 2 + n in the high nibble.
+        scale: uint8 [E, groups of numbers].
     """
 
     packed: torch.Tensor
     scale: torch.Tensor
 
-    def of(self, part: int | torch.Tensor) -> Fp4Weight:
+    def of(self, part: int | torch.Tensor) -> Fp4Weights:
         """The experts that `part` names."""
-        return Fp4Weight(_part(self.packed, part), _part(self.scale, part))
+        return Fp4Weights(_part(self.packed, part), _part(self.scale, part))
 
     def unpack(self) -> torch.Tensor:
-        """All rows, as fp32 numbers."""
-        rows, columns = self.packed.shape[-2:]
-        bits = torch.empty(*self.packed.shape[:-2], 2, rows, columns, dtype=torch.int16)
-        bits.copy_(self.packed.unsqueeze(-3))
-        low, high = bits.unbind(-3)
+        """fp32 [..., N]."""
+        bits = torch.empty(*self.packed.shape[:-1], 2, self.packed.shape[-1], dtype=torch.int16)
+        bits.copy_(self.packed.unsqueeze(-2))
+        low, high = bits.unbind(-2)
         low.mul_(_LOW_MOVE).bitwise_right_shift_(_LOW_BACK)
         high.mul_(_HIGH_MOVE)
         numbers = bits.bitwise_and_(_E2M1_MASK).view(torch.float16).float()
-        scale = _E2M1_SCALES.index_select(0, self.scale.flatten().to(torch.int32))
-        numbers.view(len(scale), -1).mul_(scale.unsqueeze(1))
-        return numbers.flatten(-3, -2)
+        exponent = self.scale.to(torch.int32).add_(_E2M1_BIAS_BITS)
+        scale = exponent.bitwise_left_shift_(_FP32_MANTISSA_BITS).view(torch.float32)
+        numbers.view(scale.numel(), -1).mul_(scale.view(-1, 1))
+        return numbers.flatten(-2)
 
 
-def fp4_weight(packed: torch.Tensor, scale: torch.Tensor) -> Fp4Weight:
-    """Rearranges the codes of experts [E, O, I / 2], the even column in the low nibble; O even."""
-    if bool((scale > 240).any()):
+def fp4_weights(packed: tuple[torch.Tensor, ...], scales: tuple[torch.Tensor, ...]) -> Fp4Weights:
+    """Joins and rearranges matrices [E, O, I / 2], the even column in the low nibble, with scales
+    [E, O, groups]."""
+    scale = torch.cat([scale.flatten(1) for scale in scales], dim=1)
+    if bool((scale > _E8M0_MOST).any()):
         raise UserError("a scale of a weight in fp4 is not a number or too large", hint=_DAMAGED)
-    experts, rows, pairs = packed.shape
-    halves = torch.empty(experts, rows // 2, 2 * pairs, dtype=torch.uint8)
-    for of_expert, result in zip(packed, halves, strict=True):
-        codes = torch.stack([of_expert & 15, of_expert >> 4], dim=-1).flatten(-2)
-        low, high = codes.chunk(2)
+    experts, count = len(scale), sum(matrix[0].numel() for matrix in packed)
+    halves = torch.empty(experts, count, dtype=torch.uint8)
+    for expert, result in enumerate(halves):
+        codes = torch.cat([matrix[expert].flatten() for matrix in packed])
+        low, high = torch.stack([codes & 15, codes >> 4], dim=1).flatten().chunk(2)
         torch.bitwise_or(low, high << 4, out=result)
-    return Fp4Weight(halves.view(torch.int8), scale)
+    return Fp4Weights(halves.view(torch.int8), scale)
 
 
-def _part(stacked: torch.Tensor, part: int | torch.Tensor) -> torch.Tensor:
-    """One of the matrices, or a copy of several."""
-    return stacked[part] if isinstance(part, int) else stacked.index_select(0, part)
+def _part(stacked: torch.Tensor, part: int | slice | torch.Tensor) -> torch.Tensor:
+    """One of the matrices or a slice of them, or a copy of several."""
+    if isinstance(part, torch.Tensor):
+        return stacked.index_select(0, part)
+    return stacked[part]
