@@ -13,8 +13,11 @@ from __future__ import annotations
 import torch
 
 from metainfer.kernels.cpu.backend import cpu_backend
-from metainfer.kernels.cpu.tiles import row_tiles
+from metainfer.kernels.cpu.tiles import is_one_tile, row_tiles
 from metainfer.ops.attention import AttentionCase
+
+# Caches, each with the rows of it that each query row sees: [N, D] and [T, K].
+Lists = list[tuple[torch.Tensor, torch.Tensor]]
 
 # Scores (rows x heads x keys) that a tile holds, and the most rows of one.
 _TILE_SCORES = 2**19
@@ -138,40 +141,51 @@ def sparse_decode(
     if entries_MD is not None and entry_rows_TK is not None:
         lists.append((entries_MD, entry_rows_TK))
     keys = sum(rows_TK.shape[1] for _, rows_TK in lists)
+    if is_one_tile(len(q_THD), keys * case.width):
+        return _decode(case, q_THD, lists, sink_H).to(q_THD.dtype)
     out_THD = torch.empty_like(q_THD)
     for tile in row_tiles(len(q_THD), keys * case.width):
         tile_lists = [(cache_ND, rows_TK[tile]) for cache_ND, rows_TK in lists]
-        keys_tND, seen_tN = _listed_keys(tile_lists)
-        q_tHD = q_THD[tile].float() * case.width**-0.5
-        scores_tHN = torch.bmm(q_tHD, keys_tND.transpose(1, 2))
-        if seen_tN is not None:
-            scores_tHN.masked_fill_(~seen_tN.unsqueeze(1), -torch.inf)
-        sink_tH1 = sink_H.expand(len(q_tHD), -1).unsqueeze(2)
-        weights_tHN = torch.cat([scores_tHN, sink_tH1], dim=2).softmax(-1)[..., :-1]
-        out_THD[tile] = torch.bmm(weights_tHN, keys_tND)
+        out_THD[tile] = _decode(case, q_THD[tile], tile_lists, sink_H)
     return out_THD
 
 
-def _listed_keys(
-    lists: list[tuple[torch.Tensor, torch.Tensor]],
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _decode(
+    case: AttentionCase, q_THD: torch.Tensor, lists: Lists, sink_H: torch.Tensor
+) -> torch.Tensor:
+    """Rows with keys of their own; fp32."""
+    keys_TND, seen_TN = _listed_keys(lists)
+    q_THD = q_THD.float() * case.width**-0.5
+    scores_THN = torch.bmm(q_THD, keys_TND.transpose(1, 2))
+    if seen_TN is not None:
+        scores_THN.masked_fill_(~seen_TN.unsqueeze(1), -torch.inf)
+    sink_TH1 = sink_H.expand(len(q_THD), -1).unsqueeze(2)
+    weights_THN = torch.cat([scores_THN, sink_TH1], dim=2).softmax(-1)
+    return torch.bmm(weights_THN[..., :-1], keys_TND)
+
+
+def _listed_keys(lists: Lists) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Listed rows [T, K, D] of each cache side by side, in fp32; where lists have a -1 also which
     of the keys are listed, bool [T, keys]. Keys that are not listed are finite."""
+    rows_TN = torch.cat([rows_TK for _, rows_TK in lists], dim=1) if lists[1:] else lists[0][1]
+    seen_TN = None
+    if rows_TN.numel() and int(rows_TN.min()) < 0:
+        seen_TN = rows_TN >= 0
+    if not lists[1:] and seen_TN is None:
+        return _rows_of(*lists[0]).float(), None
     counts = [rows_TK.shape[1] for _, rows_TK in lists]
-    keys_TND = torch.empty(len(lists[0][1]), sum(counts), lists[0][0].shape[1])
+    keys_TND = torch.empty(*rows_TN.shape, lists[0][0].shape[1])
     for (cache_ND, rows_TK), part_TKD in zip(lists, keys_TND.split(counts, dim=1), strict=True):
-        _copy_rows(part_TKD, cache_ND, rows_TK)
-    rows_TN = torch.cat([rows_TK for _, rows_TK in lists], dim=1)
-    return keys_TND, None if int(rows_TN.min()) >= 0 else rows_TN >= 0
+        if seen_TN is None:
+            part_TKD.copy_(_rows_of(cache_ND, rows_TK))
+        elif rows_TK.numel():
+            _copy_listed(part_TKD, cache_ND, rows_TK)
+    return keys_TND, seen_TN
 
 
-def _copy_rows(out_TKD: torch.Tensor, cache_ND: torch.Tensor, rows_TK: torch.Tensor) -> None:
-    if rows_TK.numel() == 0:
-        return
-    if int(rows_TK.min()) >= 0:
-        out_TKD.copy_(_rows_of(cache_ND, rows_TK))
-        return
-    # Another row of the same list stands in for none, as only listed rows are sure to be finite.
+def _copy_listed(out_TKD: torch.Tensor, cache_ND: torch.Tensor, rows_TK: torch.Tensor) -> None:
+    """Another row of the same list stands in for -1, as only listed rows are sure to be finite; 0
+    where there is none."""
     stand_in_T1 = rows_TK.amax(1, keepdim=True)
     chosen_TK = torch.where(rows_TK < 0, stand_in_T1, rows_TK)
     out_TKD.copy_(_rows_of(cache_ND, chosen_TK.clamp(min=0)))

@@ -9,7 +9,7 @@ import torch
 
 from metainfer.kernels.cpu.backend import cpu_backend
 from metainfer.kernels.cpu.norm import inverse_rms
-from metainfer.kernels.cpu.tiles import row_tiles
+from metainfer.kernels.cpu.tiles import is_one_tile, row_tiles
 from metainfer.kernels.reference.dtypes import TORCH_DTYPES
 from metainfer.ops.hc import HyperCase
 
@@ -64,17 +64,27 @@ def _collapse(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The streams, added with weights pre, in the case's dtype, and fn z * scale + base [T, M], of
     which the first S numbers make pre."""
-    rows = len(streams_TSD)
+    rows, row_elements = len(streams_TSD), case.streams * case.width
+    if is_one_tile(rows, row_elements):
+        u_TD, m_TM = _collapse_tile(case, weights, streams_TSD)
+        return u_TD.to(TORCH_DTYPES[case.dtype]), m_TM
     u_TD = torch.empty(rows, case.width, dtype=TORCH_DTYPES[case.dtype])
     m_TM = torch.empty(rows, len(weights.base_M))
-    for tile in row_tiles(rows, case.streams * case.width):
-        streams_tSD = streams_TSD[tile].float()
-        x_tK, m_tM = streams_tSD.flatten(1), m_TM[tile]
-        inverse_t1 = inverse_rms(x_tK, weights.norm_eps)
-        torch.addcmul(weights.base_M, x_tK @ weights.fn_KM, inverse_t1, out=m_tM)
-        pre_tS = m_tM[:, : case.streams].sigmoid().add_(case.eps)
-        u_TD[tile] = torch.bmm(pre_tS.unsqueeze(1), streams_tSD).squeeze(1)
+    for tile in row_tiles(rows, row_elements):
+        u_TD[tile], m_TM[tile] = _collapse_tile(case, weights, streams_TSD[tile])
     return u_TD, m_TM
+
+
+def _collapse_tile(
+    case: HyperCase, weights: Mixes, streams_TSD: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same, all in fp32."""
+    streams_TSD = streams_TSD.float()
+    x_TK = streams_TSD.flatten(1)
+    inverse_T1 = inverse_rms(x_TK, weights.norm_eps)
+    m_TM = torch.addcmul(weights.base_M, x_TK @ weights.fn_KM, inverse_T1)
+    pre_TS = m_TM[:, : case.streams].sigmoid().add_(case.eps)
+    return torch.bmm(pre_TS.unsqueeze(1), streams_TSD).squeeze(1), m_TM
 
 
 def _sinkhorn(case: HyperCase, comb_TSS: torch.Tensor) -> torch.Tensor:
@@ -125,12 +135,19 @@ def expand(
     post_TS: torch.Tensor,
     comb_TSS: torch.Tensor,
 ) -> torch.Tensor:
+    if is_one_tile(len(streams_TSD), case.streams * case.width):
+        return _expand(streams_TSD, y_TD, post_TS, comb_TSS).to(streams_TSD.dtype)
     for tile in row_tiles(len(streams_TSD), case.streams * case.width):
-        added_tSD = post_TS[tile].unsqueeze(2) * y_TD[tile].unsqueeze(1)
-        streams_TSD[tile] = torch.baddbmm(
-            added_tSD, comb_TSS[tile].transpose(1, 2), streams_TSD[tile].float()
-        )
+        streams_TSD[tile] = _expand(streams_TSD[tile], y_TD[tile], post_TS[tile], comb_TSS[tile])
     return streams_TSD
+
+
+def _expand(
+    streams_TSD: torch.Tensor, y_TD: torch.Tensor, post_TS: torch.Tensor, comb_TSS: torch.Tensor
+) -> torch.Tensor:
+    """New, in fp32."""
+    added_TSD = post_TS.unsqueeze(2) * y_TD.unsqueeze(1)
+    return torch.baddbmm(added_TSD, comb_TSS.transpose(1, 2), streams_TSD.float())
 
 
 BACKENDS = (

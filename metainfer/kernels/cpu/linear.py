@@ -6,14 +6,12 @@ import torch
 from torch.nn.functional import linear
 
 from metainfer.kernels.cpu.backend import cpu_backend, expanded_backend
-from metainfer.kernels.cpu.tiles import row_tiles
+from metainfer.kernels.cpu.tiles import is_one_tile, row_tiles
 from metainfer.kernels.cpu.unpack import Fp8Weight, fp8_weight
 from metainfer.kernels.reference.dequantise import to_float
 from metainfer.kernels.reference.dtypes import TORCH_DTYPES
 from metainfer.ops.linear import DenseCase, Fp8BlockCase, GroupedCase
 
-# Codes that are unpacked at a time: 2 MB of fp32.
-_TILE_CODES = 2**19
 # Products with so few rows cost less than unpacking does: there the scales go to the rows.
 _FEW_ROWS = 16
 
@@ -38,9 +36,12 @@ def prepare_fp8_block(
 
 
 def fp8_block(case: Fp8BlockCase, weight: Fp8Weight, x_TI: torch.Tensor) -> torch.Tensor:
-    tile_rows = row_tiles(len(weight.factor), case.block[0] * case.columns, _TILE_CODES)
-    parts = [_fp8_rows(weight.of(tile), x_TI) for tile in tile_rows]
-    y_TO = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    block_codes = case.block[0] * case.columns
+    if is_one_tile(len(weight.factor), block_codes):
+        y_TO = _fp8_rows(weight, x_TI)
+    else:
+        tiles = row_tiles(len(weight.factor), block_codes)
+        y_TO = torch.cat([_fp8_rows(weight.of(tile), x_TI) for tile in tiles], dim=1)
     return y_TO if y_TO.shape[1] == case.rows else y_TO[:, : case.rows].contiguous()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from metainfer.kernels.cpu.backend import cpu_backend
-from metainfer.kernels.cpu.tiles import row_tiles
+from metainfer.kernels.cpu.tiles import is_one_tile, row_tiles
 from metainfer.kernels.reference.dtypes import TORCH_DTYPES
 from metainfer.ops.norm import RmsNormCase
 
@@ -34,7 +34,7 @@ def normed(x: torch.Tensor, eps: float, weight_D: torch.Tensor | None) -> torch.
 
 
 def rms_norm(case: RmsNormCase, x_TD: torch.Tensor, weight_D: torch.Tensor) -> torch.Tensor:
-    if x_TD.numel() <= _FEW_ELEMENTS:
+    if is_one_tile(*x_TD.shape):
         return normed(x_TD, case.eps, weight_D).to(TORCH_DTYPES[case.dtype])
     y_TD = torch.empty(x_TD.shape, dtype=TORCH_DTYPES[case.dtype])
     for tile in row_tiles(*x_TD.shape):

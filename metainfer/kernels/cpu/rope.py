@@ -6,7 +6,7 @@ import torch
 
 from metainfer.kernels.cpu.backend import cpu_backend
 from metainfer.kernels.cpu.norm import normed
-from metainfer.kernels.cpu.tiles import row_tiles
+from metainfer.kernels.cpu.tiles import is_one_tile, row_tiles
 from metainfer.ops.rope import NormRotateCase, RotateCase
 
 
@@ -35,6 +35,9 @@ def _are_pairs(x: torch.Tensor) -> bool:
 
 def rotate(case: RotateCase, x_THD: torch.Tensor, rotation_TR2: torch.Tensor) -> torch.Tensor:
     angle_T1R = angles(rotation_TR2, case.inverse)
+    if is_one_tile(len(x_THD), case.heads * case.rope_width):
+        turn(x_THD, angle_T1R)
+        return x_THD
     for tile in row_tiles(len(x_THD), case.heads * case.rope_width):
         turn(x_THD[tile], angle_T1R[tile])
     return x_THD
@@ -47,11 +50,23 @@ def norm_rotate(
     rotation_TR2: torch.Tensor,
 ) -> torch.Tensor:
     angle_T1R = angles(rotation_TR2)
+    if is_one_tile(len(x_THD), case.heads * case.width):
+        return _norm_rotate(case, x_THD, weight_D, angle_T1R).to(x_THD.dtype)
     for tile in row_tiles(len(x_THD), case.heads * case.width):
-        y_THD = normed(x_THD[tile], case.eps, weight_D)
-        turn(y_THD, angle_T1R[tile])
-        x_THD[tile] = y_THD
+        x_THD[tile] = _norm_rotate(case, x_THD[tile], weight_D, angle_T1R[tile])
     return x_THD
+
+
+def _norm_rotate(
+    case: NormRotateCase,
+    x_THD: torch.Tensor,
+    weight_D: torch.Tensor | None,
+    angle_T1R: torch.Tensor,
+) -> torch.Tensor:
+    """New, in fp32."""
+    y_THD = normed(x_THD, case.eps, weight_D)
+    turn(y_THD, angle_T1R)
+    return y_THD
 
 
 BACKENDS = (
