@@ -9,9 +9,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 
 import torch
 
@@ -42,6 +44,7 @@ from metainfer.plan.settings import EngineSettings
 from metainfer.weights.load import Checkpoint, LoadProgress
 
 _log = logging.getLogger(__name__)
+_Made = TypeVar("_Made")
 
 
 class Engine:
@@ -99,8 +102,10 @@ class Engine:
         plan = build_plan(machine, arch, settings, capabilities)
         _set_threads(plan)
         with Checkpoint.open(directory, arch, on_progress=on_progress) as checkpoint:
-            runner = _make_runner(arch, plan, checkpoint, registry, capabilities.target)
-        warm_up(runner, plan)
+            runner = _in_a_thread(
+                lambda: _make_runner(arch, plan, checkpoint, registry, capabilities.target)
+            )
+        _in_a_thread(lambda: warm_up(runner, plan))
         _log.info("%s is ready after %s", arch.name, format_seconds(time.perf_counter() - began_s))
         return cls(machine, arch, plan, runner, check_every_step=check_every_step)
 
@@ -181,6 +186,26 @@ def _set_threads(plan: Plan) -> None:
     """torch counts threads per process, OpenMP per calling thread: both are told."""
     if plan.threads.value:
         torch.set_num_threads(plan.threads.value)
+
+
+def _in_a_thread(work: Callable[[], _Made]) -> _Made:
+    """What `work` returns or raises, done in a thread that ends.
+
+    OpenMP keeps workers for every thread that ever computed. Where they are more than the cores,
+    none of them waits actively, and steps of the engine's own thread take up to twice as long.
+    """
+    done: Future[_Made] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    thread = threading.Thread(target=run, name="load", daemon=True)
+    thread.start()
+    thread.join()  # Ctrl-C ends the wait; the thread ends with the process
+    return done.result()
 
 
 def _make_runner(
