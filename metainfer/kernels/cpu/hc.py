@@ -94,7 +94,7 @@ def _sinkhorn(case: HyperCase, comb_TSS: torch.Tensor) -> torch.Tensor:
     comb_SST = comb_TSS.permute(1, 2, 0).contiguous()
     for half in range(2 * case.iterations - 1):
         comb_SST /= comb_SST.sum(half % 2, keepdim=True).add_(case.eps)
-    return comb_SST.permute(2, 0, 1)
+    return comb_SST.permute(2, 0, 1).contiguous()
 
 
 def _scaled_by_vectors(case: HyperCase, comb_TSS: torch.Tensor) -> torch.Tensor:
@@ -147,7 +147,8 @@ def _expand(
 ) -> torch.Tensor:
     """New, in fp32."""
     added_TSD = post_TS.unsqueeze(2) * y_TD.unsqueeze(1)
-    return torch.baddbmm(added_TSD, comb_TSS.transpose(1, 2), streams_TSD.float())
+    # Products of many small matrices are slow where their strides are unusual.
+    return torch.baddbmm(added_TSD, comb_TSS.contiguous().transpose(1, 2), streams_TSD.float())
 
 
 BACKENDS = (

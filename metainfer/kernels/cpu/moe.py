@@ -21,7 +21,7 @@ Tensors = tuple[torch.Tensor, ...]
 # Steps of so few rows take all rows through all chosen experts at once.
 _FEW_ROWS = 16
 # Weights of experts that are unpacked at a time in such a step.
-_TILE_WEIGHTS = 2**19
+_TILE_WEIGHTS = 2**21
 
 
 class Router(NamedTuple):
