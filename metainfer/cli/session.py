@@ -4,54 +4,24 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
-from dataclasses import dataclass
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
 
-from metainfer.core.config import flag
-from metainfer.core.errors import RequestError, UserError
+from metainfer.arch.families import read_arch
+from metainfer.cli.sampling import SamplingOptions
+from metainfer.cli.terminal import Terminal
+from metainfer.core.errors import UserError
 from metainfer.core.events import GenerationEnd, TextEvent
 from metainfer.llm.client import EngineClient
 from metainfer.llm.dispatch import Call, Dispatcher
 from metainfer.llm.generation import Generation, TextOptions
-from metainfer.llm.request import Request, SamplingParams
+from metainfer.llm.request import Request
+from metainfer.plan.settings import EngineSettings
+from metainfer.shipped import pebble_dir
 from metainfer.text.chat import ChatEncoder, ChatPrompt
 from metainfer.text.generation_config import GenerationConfig
 from metainfer.text.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingOptions:
-    """How tokens are chosen; what is not given is the model's own default."""
-
-    temperature: float | None = flag("--temperature", "0 is greedy")
-    top_p: float | None = flag("--top-p", "Least set of tokens with this probability", unit="p")
-    top_k: int | None = flag("--top-k", "So many of the likeliest tokens; 0 for all")
-    min_p: float | None = flag("--min-p", "Tokens of this share of the likeliest one's", unit="p")
-    max_tokens: int | None = flag("--max-tokens", "Longest answer", unit="tokens")
-    stop: tuple[str, ...] = flag("--stop", "Texts that end the answer", (), many=True)
-    seed: int | None = flag("--seed", "Equal seeds give equal answers", aliases=("--random-seed",))
-
-    def sampling(self, defaults: GenerationConfig) -> SamplingParams:
-        """Raises UserError naming the flag that is out of range."""
-
-        def chosen(given: float | None, default: float) -> float:
-            return default if given is None else given
-
-        try:
-            return SamplingParams(
-                temperature=chosen(self.temperature, defaults.temperature),
-                top_p=chosen(self.top_p, defaults.top_p),
-                top_k=defaults.top_k if self.top_k is None else self.top_k,
-                min_p=chosen(self.min_p, defaults.min_p),
-                repetition_penalty=defaults.repetition_penalty,
-                max_tokens=self.max_tokens,
-                seed=self.seed,
-            )
-        except RequestError as error:
-            flag_name = "--" + (error.param or "").replace("_", "-")
-            sentence = error.message.removeprefix(error.param or "").strip()
-            raise UserError(f"{flag_name} {sentence}") from error
 
 
 class Session:
@@ -90,9 +60,12 @@ class Session:
 
     def answer(
         self, prompt: ChatPrompt | Sequence[int], options: SamplingOptions
-    ) -> Iterator[TextEvent]:
+    ) -> Generator[TextEvent, None, None]:
         """The answer as it comes, to a conversation or to plain tokens; GenerationEnd is last.
-        Leaving the iterator early aborts the request."""
+        Leaving the iterator early aborts the request.
+
+        Raises RequestError if it cannot be served, UserError if the engine fails.
+        """
         if isinstance(prompt, ChatPrompt):
             token_ids, parser = prompt.token_ids, prompt.parser()
         else:
@@ -104,11 +77,7 @@ class Session:
             arrival_s=time.monotonic(),
         )
         generation = Generation(
-            request,
-            self.tokenizer,
-            self._eos_token_ids,
-            TextOptions(stop=options.stop),
-            parser,
+            request, self.tokenizer, self._eos_token_ids, TextOptions(stop=options.stop), parser
         )
         with closing(Call(self._dispatcher, [generation])) as call:
             call.open()
@@ -116,3 +85,29 @@ class Session:
                 if isinstance(event, GenerationEnd) and event.error is not None:
                     raise UserError(event.error)
                 yield event
+
+
+@contextmanager
+def open_session(
+    terminal: Terminal, model: str | None, settings: EngineSettings
+) -> Iterator[Session]:
+    """A session with the model in a directory, the shipped one where None is named.
+
+    Raises UserError, before anything is loaded, if the tokenizer does not fit the model.
+    """
+    from metainfer.llm.engine import Engine, checkpoint_directory
+
+    directory = checkpoint_directory(model or pebble_dir())
+    tokenizer, defaults = read_text_side(directory)
+    with terminal.progress("loading") as progress:
+        engine = Engine.load(directory, settings, progress.update)
+    with engine, Session(engine, tokenizer, engine.arch.eos_token_ids, defaults) as session:
+        yield session
+
+
+def read_text_side(directory: Path) -> tuple[Tokenizer, GenerationConfig]:
+    """Tokenizer and defaults of a checkpoint. Raises UserError if they do not fit the model."""
+    arch = read_arch(directory)
+    tokenizer = Tokenizer.load(directory)
+    tokenizer.check_fits(arch.vocab_size, arch.bos_token_id, arch.eos_token_ids)
+    return tokenizer, GenerationConfig.load(directory)

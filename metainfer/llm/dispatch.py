@@ -31,7 +31,7 @@ from metainfer.llm.request import Request
 
 logger = logging.getLogger(__name__)
 
-_DRAIN_TIMEOUT_S = 0.5
+_DRAIN_TIMEOUT_S = 0.1
 
 
 class Observer(Protocol):
