@@ -110,6 +110,10 @@ class Driver:
     def start(self) -> Track:
         return Track(self._free_slots.pop())
 
+    def reject(self, sequence: Track, rows: int) -> None:
+        """The last `rows` tokens of `sequence` were drafts that did not hold."""
+        sequence.computed -= rows
+
     def finish(self, sequence: Track) -> None:
         """Give back what `sequence` owns, with its contents."""
         self._free_slots.append(sequence.slot)

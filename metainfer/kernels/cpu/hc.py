@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -89,7 +90,9 @@ def _collapse_tile(
 
 def _sinkhorn(case: HyperCase, comb_TSS: torch.Tensor) -> torch.Tensor:
     """The contract's rounds, from the first division by column sums on."""
-    if comb_TSS.shape[0] * case.streams <= _FEW_STREAMS:
+    few = comb_TSS.shape[0] * case.streams <= _FEW_STREAMS
+    # One product holds the combs of all rows, in which a NaN would reach them all.
+    if few and math.isfinite(comb_TSS.sum().item()):
         return _scaled_by_vectors(case, comb_TSS)
     comb_SST = comb_TSS.permute(1, 2, 0).contiguous()
     for half in range(2 * case.iterations - 1):
