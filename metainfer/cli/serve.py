@@ -13,6 +13,8 @@ from metainfer.cli.verb import Verb
 from metainfer.core import log
 from metainfer.core.config import flag
 from metainfer.core.errors import UserError
+from metainfer.hardware.machine import Machine
+from metainfer.plan.plan import Plan
 from metainfer.plan.settings import EngineSettings
 from metainfer.server.settings import LOOPBACK, ServerSettings
 from metainfer.shipped import pebble_dir
@@ -62,14 +64,16 @@ def run(
         from metainfer.llm.engine import Engine, checkpoint_directory
         from metainfer.plan.explain import explain
 
+        def say_plan(machine: Machine, plan: Plan) -> None:
+            for label, fact in machine_rows(machine):
+                terminal.say(f"{label:<10}{fact}")
+            terminal.say(f"\n{explain(plan)}\n")
+
         directory = checkpoint_directory(options.model or pebble_dir())
         tokenizer, defaults = read_text_side(directory)
         with terminal.progress("loading") as progress:
-            engine = Engine.load(directory, settings, progress.update)
+            engine = Engine.load(directory, settings, progress.update, on_plan=say_plan)
         with engine:
-            for label, fact in machine_rows(engine.machine):
-                terminal.say(f"{label:<10}{fact}")
-            terminal.say("\n" + explain(engine.plan) + "\n")
             names = options.served_model_name or (directory.resolve().name,)
             app = create_app(
                 engine,

@@ -83,12 +83,14 @@ class Engine:
         settings: EngineSettings | None = None,
         on_progress: LoadProgress | None = None,
         *,
+        on_plan: Callable[[Machine, Plan], None] | None = None,
         check_every_step: bool = False,
     ) -> Engine:
         """Load the checkpoint in `directory` and start serving it.
 
         Args:
             on_progress: called with (bytes of weights loaded, bytes in all).
+            on_plan: called once it is clear how the model will run, before anything is loaded.
 
         Raises:
             UserError: there is no such model, flags contradict each other or it does not fit.
@@ -100,6 +102,8 @@ class Engine:
         machine, arch, registry = probe(), read_arch(directory), builtin_registry()
         capabilities = choose_target(machine, settings, registry.capabilities)
         plan = build_plan(machine, arch, settings, capabilities)
+        if on_plan is not None:
+            on_plan(machine, plan)
         _set_threads(plan)
         with Checkpoint.open(directory, arch, on_progress=on_progress) as checkpoint:
             runner = _in_a_thread(
@@ -210,7 +214,7 @@ def _in_a_thread(work: Callable[[], _Made]) -> _Made:
 
 def _make_runner(
     arch: Arch, plan: Plan, checkpoint: Checkpoint, registry: Registry, target: Target
-) -> Runner:
+) -> Runner[CacheStorage]:
     """Model and cache in memory, and who runs them."""
     device = torch.device(plan.device.value)
     draft_rows = plan.draft_rows.value

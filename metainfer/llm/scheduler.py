@@ -10,17 +10,10 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from metainfer.arch.cache_kinds import BLOCK_TOKENS
-from metainfer.core.events import (
-    EngineEvent,
-    FinishEvent,
-    FinishReason,
-    PromptEvent,
-    TokenEvent,
-    TokenLogprob,
-)
+from metainfer.core.events import EngineEvent, FinishEvent, FinishReason, PromptEvent, TokenEvent
 from metainfer.llm.admission import Limits, check_request, max_total_tokens
 from metainfer.llm.blocks import BlockPool, InvariantError, blocks_for
 from metainfer.llm.policy import Policies
@@ -301,12 +294,12 @@ class Scheduler:
         if taken:
             logprobs = result.logprobs[:taken]
             yield TokenEvent(part.request_id, result.token_ids[:taken], logprobs)
-        if finish is not None:
-            stop, stop_logprob = None, None
-            if finish is FinishReason.STOP:
-                stop = sequence.tokens[-1]
-                stop_logprob = next(iter(result.logprobs[taken:]), None)
-            yield self._finish(sequence, finish, stop_token_id=stop, stop_logprob=stop_logprob)
+        if finish is FinishReason.STOP:
+            logprob = next(iter(result.logprobs[taken:]), None)
+            end = self._finish(sequence, finish)
+            yield replace(end, stop_token_id=result.token_ids[taken], stop_logprob=logprob)
+        elif finish is not None:
+            yield self._finish(sequence, finish)
 
     def _take_tokens(
         self, sequence: Sequence, token_ids: tuple[int, ...]
@@ -328,13 +321,7 @@ class Scheduler:
         return len(token_ids), None
 
     def _finish(
-        self,
-        sequence: Sequence,
-        reason: FinishReason,
-        *,
-        stop_token_id: int | None = None,
-        stop_logprob: TokenLogprob | None = None,
-        error: str | None = None,
+        self, sequence: Sequence, reason: FinishReason, error: str | None = None
     ) -> FinishEvent:
         request_id = sequence.request.request_id
         (self._waiting if sequence.slot is None else self._running).remove(sequence)
@@ -347,7 +334,7 @@ class Scheduler:
         counters.aborted += reason is FinishReason.ABORT
         counters.errors += reason is FinishReason.ERROR
         counters.finished += reason not in (FinishReason.ABORT, FinishReason.ERROR)
-        return FinishEvent(request_id, reason, sequence.usage, stop_token_id, error, stop_logprob)
+        return FinishEvent(request_id, reason, sequence.usage, error=error)
 
     # ---- invariants ----
 
