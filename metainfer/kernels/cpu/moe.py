@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,8 @@ Tensors = tuple[torch.Tensor, ...]
 _FEW_ROWS = 16
 # Weights of experts that are unpacked at a time in such a step.
 _TILE_WEIGHTS = 2**21
+# Weights of an expert in fp4 from which on it is kept in parts: 4 MB of fp32.
+_PART_WEIGHTS = 2**20
 
 
 class Router(NamedTuple):
@@ -88,12 +91,22 @@ class Fp8Experts(NamedTuple):
 
 
 class Fp4Experts(NamedTuple):
-    """Gate, up and down of each expert as one row of codes."""
+    """Gate, up and down of each expert as one row of codes, or of each part of an expert.
+
+    Large experts are kept as parts of F that are added up like experts of their own, so that what
+    is unpacked at a time stays small.
+
+    Attributes:
+        parts: of each expert, one after the other.
+        part: the case with parts in place of experts.
+    """
 
     weights: Fp4Weights
+    parts: int
+    part: ExpertsCase
 
     def of(self, case: ExpertsCase, part: int | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gate and up, and down, of the experts that `part` names, unpacked to fp32."""
+        """Gate and up, and down, of the parts that `part` names, unpacked to fp32."""
         numbers = self.weights.of(part).unpack()
         gate_up, down = numbers.split([2 * case.inner * case.width, case.inner * case.width], -1)
         shape = 2 * case.inner, case.width
@@ -111,14 +124,38 @@ def experts_eligible(case: ExpertsCase, target: Target) -> Verdict:
 
 def prepare_experts(case: ExpertsCase, w1: Tensors, w2: Tensors, w3: Tensors) -> Experts:
     if case.weight_format == "fp4_group":
-        packed, groups = zip(w1, w3, w2, strict=True)
-        return Fp4Experts(fp4_weights(packed, groups))
+        return _prepare_fp4(case, w1, w2, w3)
     codes, *scales = (torch.cat([gate, up], dim=1) for gate, up in zip(w1, w3, strict=True))
     if case.weight_format == "fp8_block":
         gate_up = fp8_weight(codes, scales[0], case.block)
         return Fp8Experts(gate_up, fp8_weight(w2[0], w2[1], case.block))
     dtype = TORCH_DTYPES[case.dtype]
     return DenseExperts(codes.to(dtype), w2[0].to(dtype))
+
+
+def _prepare_fp4(case: ExpertsCase, w1: Tensors, w2: Tensors, w3: Tensors) -> Fp4Experts:
+    groups = case.inner // case.block[1]
+    sizes = [count for count in range(1, groups + 1) if groups % count == 0]
+    group_weights = 3 * case.block[1] * case.width
+    most = max(count for count in sizes if count == 1 or count * group_weights <= _PART_WEIGHTS)
+    parts = groups // most
+
+    def rows(of_experts: torch.Tensor) -> torch.Tensor:
+        return of_experts.unflatten(1, (parts, -1)).flatten(0, 1)
+
+    def columns(of_experts: torch.Tensor) -> torch.Tensor:
+        return of_experts.unflatten(2, (parts, -1)).transpose(1, 2).flatten(0, 1)
+
+    packed, scales = (
+        (rows(gate), rows(up), columns(down)) for gate, down, up in zip(w1, w2, w3, strict=True)
+    )
+    part = replace(
+        case,
+        experts=case.experts * parts,
+        selected=case.selected * parts,
+        inner=case.inner // parts,
+    )
+    return Fp4Experts(fp4_weights(packed, scales), parts, part)
 
 
 def prepare_expanded(case: ExpertsCase, w1: Tensors, w2: Tensors, w3: Tensors) -> DenseExperts:
@@ -140,6 +177,10 @@ def experts(
     ids_TK: torch.Tensor,
     weights_TK: torch.Tensor,
 ) -> torch.Tensor:
+    if isinstance(weights, Fp4Experts) and weights.parts > 1:
+        case, part = weights.part, torch.arange(weights.parts)
+        ids_TK = (ids_TK.unsqueeze(2) * weights.parts + part).flatten(1)
+        weights_TK = weights_TK.repeat_interleave(weights.parts, dim=1)
     if len(x_TD) <= _FEW_ROWS:
         return _experts_of_few(case, weights, x_TD, ids_TK, weights_TK)
     return _experts_of_many(case, weights, x_TD, ids_TK, weights_TK)
