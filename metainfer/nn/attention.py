@@ -78,7 +78,11 @@ class Attention:
 
         outputs = []
         if step.decode is not None:
-            outputs.append(self._decode(q_THD, latent_TD, q_rank_TQ, states, step, cache))
+            own = slice(step.decode.num_rows)
+            args = q_THD, latent_TD, q_rank_TQ, states
+            if step.prefills:
+                args = q_THD[own], latent_TD[own], q_rank_TQ[own], tuple(s[own] for s in states)
+            outputs.append(self._decode(*args, step, cache))
         for part in step.prefills:
             outputs.append(self._prefill(q_THD, latent_TD, q_rank_TQ, states, part, step, cache))
         out_THD = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -97,16 +101,15 @@ class Attention:
         """Attention of the decode rows, all sequences at once."""
         decode = step.decode
         assert decode is not None
-        rows = decode.num_rows
         ring_ND = cache.rows(Kind.WINDOW, self._layer)
-        ring_ND.index_copy_(0, decode.ring_rows_T, latent_TD[:rows])
+        ring_ND.index_copy_(0, decode.ring_rows_T, latent_TD)
         entries_MD, entry_rows_TK = None, None
         if self._entries is not None:
             entry_rows_TK = self._entries.decode(states, q_rank_TQ, step, cache)
             if entry_rows_TK is not None:
                 entries_MD = cache.rows(Kind.ENTRIES, self._layer)
         return self._attend_decode(
-            q_THD[:rows],
+            q_THD,
             ring_ND,
             decode.window_rows_TW,
             self._sink_H,

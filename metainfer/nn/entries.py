@@ -58,19 +58,16 @@ class Entries:
     def decode(
         self, states: States, q_rank_TQ: torch.Tensor, step: StepIndex, cache: CacheStorage
     ) -> torch.Tensor | None:
-        """Take in the decode rows; returns the rows of Kind.ENTRIES that each attends to, or None
-        where there are none (as `attention.sparse_decode` wants them)."""
+        """Take in the decode rows, and no others; returns the rows of Kind.ENTRIES that each
+        attends to, or None where there are none (as `attention.sparse_decode` wants them)."""
         assert step.decode is not None
-        rows = step.decode.num_rows
         windows = step.decode.windows[self._ratio]
         for compressor, state_TW in zip(self._compressors, states, strict=False):
-            compressor.decode(state_TW[:rows], windows, cache)
+            compressor.decode(state_TW, windows, cache)
         if self._indexer is None:
             return windows.entry_rows_TE
-        rotation_TR2 = step.compressing_TR2[:rows]
-        return self._indexer.decode(
-            q_rank_TQ[:rows], states[-1][:rows], rotation_TR2, windows, cache
-        )
+        rotation_TR2 = step.compressing_TR2[: step.decode.num_rows]
+        return self._indexer.decode(q_rank_TQ, states[-1], rotation_TR2, windows, cache)
 
     def prefill(
         self,

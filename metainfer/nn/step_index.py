@@ -139,6 +139,9 @@ class StepIndexer:
         self._sliding = sliding_table(arch, device)
         self._compressing = compressing_table(arch, device)
         self._back_W = torch.arange(1 - arch.sliding_window, 1, device=device)
+        self._offsets = {
+            ratio: torch.arange(BLOCK_TOKENS // ratio, device=device) for ratio in self._spans
+        }
         self._back_S = {
             ratio: torch.arange(1 - span, 1, device=device) for ratio, span in self._spans.items()
         }
@@ -155,15 +158,15 @@ class StepIndexer:
             sliding_TR2=self._sliding.rows(positions_T, end),
             compressing_TR2=self._compressing.rows(positions_T, end),
             phase_T={ratio: positions_T % ratio for ratio in self._spans},
-            decode=self._decode(inputs, max(ends[:decoding])) if decoding else None,
+            decode=self._decode(inputs, ends[:decoding]) if decoding else None,
             prefills=tuple(
                 self._prefill(inputs, sequence, ends[sequence])
                 for sequence in range(decoding, inputs.num_sequences)
             ),
         )
 
-    def _decode(self, inputs: StepInputs, end: int) -> DecodeIndex:
-        """The decode rows, whose positions are all below `end`."""
+    def _decode(self, inputs: StepInputs, ends: list[int]) -> DecodeIndex:
+        """The rows of the decoding sequences, which go up to the positions `ends`."""
         rows = inputs.num_decode_rows
         positions_T1 = inputs.positions_T[:rows].unsqueeze(1)
         sequence_T = inputs.sequence_T[:rows]
@@ -174,7 +177,7 @@ class StepIndexer:
             ring_rows_T=window_rows_TW[:, -1],
             window_rows_TW=window_rows_TW,
             windows={
-                ratio: self._decode_windows(inputs, ratio, positions_T1, slots_T1, end)
+                ratio: self._decode_windows(inputs, ratio, positions_T1, slots_T1, ends)
                 for ratio in self._spans
             },
         )
@@ -185,11 +188,11 @@ class StepIndexer:
         ratio: int,
         positions_T1: torch.Tensor,
         slots_T1: torch.Tensor,
-        end: int,
+        ends: list[int],
     ) -> DecodeWindows:
         ring = self._spans[ratio] + self._draft_rows
         ring_rows_T = (slots_T1 * ring + positions_T1 % ring).squeeze(1)
-        num_entries = end // ratio
+        num_entries = max(ends) // ratio
         if num_entries == 0:
             return DecodeWindows(ring_rows_T, None, None, None, 0, None)
         sequence_T = inputs.sequence_T[: len(positions_T1)]
@@ -199,9 +202,10 @@ class StepIndexer:
         )
         entry_E = torch.arange(num_entries + 1, device=self._device)
         entry_rows_TE = entry_rows_TE.masked_fill_(entry_E >= seen_T1, -1)
-        closing_C = (seen_T1 * ratio == positions_T1 + 1).squeeze(1).nonzero().squeeze(1)
-        if len(closing_C) == 0:
+        starts = inputs.computed
+        if all(end // ratio == start // ratio for start, end in zip(starts, ends, strict=False)):
             return DecodeWindows(ring_rows_T, None, None, None, num_entries, entry_rows_TE)
+        closing_C = (seen_T1 * ratio == positions_T1 + 1).squeeze(1).nonzero().squeeze(1)
         positions_C1 = positions_T1.index_select(0, closing_C)
         window_C1 = positions_C1 // ratio
         return DecodeWindows(
@@ -210,7 +214,7 @@ class StepIndexer:
                 slots_T1.index_select(0, closing_C), positions_C1 + self._back_S[ratio], ring
             ),
             target_rows_C=entry_rows_TE.index_select(0, closing_C).gather(1, window_C1).squeeze(1),
-            rotation_CR2=self._compressing.rows((window_C1 * ratio).squeeze(1), end),
+            rotation_CR2=self._compressing.rows((window_C1 * ratio).squeeze(1), max(ends)),
             num_entries=num_entries,
             entry_rows_TE=entry_rows_TE,
         )
@@ -264,8 +268,7 @@ class StepIndexer:
         """Cache rows of the entries 0 .. E - 1 of each block table, then a column of -1."""
         per_block = BLOCK_TOKENS // ratio
         blocks = -(-num_entries // per_block)
-        offset = torch.arange(per_block, device=self._device)
-        rows_BMO = (table_BM[:, :blocks] * per_block).unsqueeze(2) + offset
+        rows_BMO = (table_BM[:, :blocks] * per_block).unsqueeze(2) + self._offsets[ratio]
         rows_BE = rows_BMO.flatten(1)[:, :num_entries]
         return torch.nn.functional.pad(rows_BE, (0, 1), value=-1)
 
