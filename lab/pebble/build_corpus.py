@@ -17,8 +17,7 @@ from pathlib import Path
 import numpy as np
 from data import SOURCES
 from synthetic import ASSISTANT, BOS, EOS, USER, drills, recall
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from tokenizers import Regex
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 VOCABULARY = 4096
 SPECIAL = [

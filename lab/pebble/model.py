@@ -204,7 +204,7 @@ def compress(c: Config, w: dict[str, Tensor], prefix: str, x: Tensor, ratio: int
         score = torch.cat((before(score, NEGATIVE), score[..., half:]), 2)
     entry = (value * score.softmax(2)).sum(2).to(x.dtype)
     entry = rms(entry, w[f"{prefix}.norm.weight"], c.eps)
-    cos, sin = (t[: usable : ratio] for t in rope)
+    cos, sin = (t[:usable:ratio] for t in rope)
     return rotate(entry, cos, sin)
 
 

@@ -19,8 +19,10 @@ def is_matrix(name: str) -> bool:
     if "indexer" in name or name.endswith("gate.weight"):
         return False
     return name.startswith("layers.") and (
-        "ffn.experts." in name or name.endswith(("wq_a.weight", "wq_b.weight", "wkv.weight"))
-        or name.endswith(("wgate.weight", "wo_a.weight", "wo_b.weight")) or "shared_experts" in name
+        "ffn.experts." in name
+        or name.endswith(("wq_a.weight", "wq_b.weight", "wkv.weight"))
+        or name.endswith(("wgate.weight", "wo_a.weight", "wo_b.weight"))
+        or "shared_experts" in name
     )
 
 

@@ -74,7 +74,9 @@ cook rice;ride a horse;catch a fish;climb a hill;run faster;stay warm;stay cool;
 read a map;tie my shoes;fold a paper boat;make a snowman;fly a kite;find my keys;thank my teacher""".replace(
     "\n", ""
 ).split(";")
-HOW = "How do I {d}?;How can I {d}?;Can you help me {d}?;I want to {d}.;What do I need to {d}?;Teach me to {d}.".split(";")
+HOW = "How do I {d}?;How can I {d}?;Can you help me {d}?;I want to {d}.;What do I need to {d}?;Teach me to {d}.".split(
+    ";"
+)
 FOLLOW = """Can you tell me more?;Why?;Can you give me an example?;Can you say that in simpler words?;
 Thank you!;That is interesting. What else?;I do not understand.;What is the most important part?;How do you know?;
 Can you say it in one sentence?;Is that always true?;What should I do next?""".replace("\n", "").split(";")

@@ -85,5 +85,3 @@ def cast_weights(master: dict[str, Tensor], simulate: bool, dtype: torch.dtype) 
             keep = w.dim() == 1 or name.endswith((".ape", "_fn"))
             out[name] = w if keep else w.to(dtype)
     return out
-
-

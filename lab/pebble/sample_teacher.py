@@ -121,8 +121,7 @@ def main() -> None:
             parts.write(lines)
             last = time.time() - started
             print(
-                f"{kind} {len(lines)}/{args.rows} kept, {kept} tokens, {last:.1f} s, "
-                f"all {total_tokens / 1e6:.1f} M",
+                f"{kind} {len(lines)}/{args.rows} kept, {kept} tokens, {last:.1f} s, all {total_tokens / 1e6:.1f} M",
                 flush=True,
             )
             if kind == "story" or total_tokens < 3e6:

@@ -51,9 +51,7 @@ class Teacher:
             get = lambda s, n=n: w[f"blk.{n}.{s}.weight"]  # noqa: E731
             qkv = torch.cat([get("attn_q"), get("attn_k"), get("attn_v")])
             up = torch.cat([get("ffn_gate"), get("ffn_up")])
-            self.layers.append(
-                (get("attn_norm"), qkv, get("attn_output"), get("ffn_norm"), up, get("ffn_down"))
-            )
+            self.layers.append((get("attn_norm"), qkv, get("attn_output"), get("ffn_norm"), up, get("ffn_down")))
         self.frequency = THETA ** (-torch.arange(0, 64, 2, device=device).float() / 64)
         self.caches: tuple[int, int, torch.Tensor] | None = None
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}

@@ -78,9 +78,9 @@ class EngineContender:
                 now_s = time.perf_counter()
                 ended = [event for event in events if isinstance(event, FinishEvent)]
                 live.difference_update(event.request_id for event in ended)
-                for event in ended:
-                    if event.reason is FinishReason.ERROR:
-                        raise MetainferError(f"the engine failed: {event.error}")
+                failed = [event for event in ended if event.reason is FinishReason.ERROR]
+                if failed:
+                    raise MetainferError(f"the engine failed: {failed[0].error}")
                 for event in events:
                     if isinstance(event, TokenEvent):
                         yield from ((ids[event.request_id], now_s) for _ in event.token_ids)

@@ -6,7 +6,7 @@ Knows requests only by what their sampling needs. Which request runs when is the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
@@ -23,23 +23,27 @@ class Cache(Protocol):
     def reset_slots(self, slots: Sequence[int]) -> None: ...
 
 
-class Model(Protocol):
+C = TypeVar("C", bound=Cache)
+C_contra = TypeVar("C_contra", bound=Cache, contravariant=True)
+
+
+class Model(Protocol[C_contra]):
     """What the runner needs of a model."""
 
-    def forward(self, inputs: StepInputs, cache: Cache) -> torch.Tensor:
+    def forward(self, inputs: StepInputs, cache: C_contra) -> torch.Tensor:
         """Residual streams of all rows, [T, S, D]."""
 
     def logits(self, streams_RSD: torch.Tensor) -> torch.Tensor:
         """Logits, fp32 [R, V]."""
 
 
-class Runner:
+class Runner(Generic[C]):
     """Used by one thread, which is the only one that touches the cache."""
 
     def __init__(
         self,
-        model: Model,
-        cache: Cache,
+        model: Model[C],
+        cache: C,
         *,
         vocab_size: int,
         eos_token_ids: tuple[int, ...],

@@ -81,7 +81,9 @@ def _check(body: ChatBody) -> None:
             "max_tokens and max_completion_tokens differ", param="max_tokens", code="invalid_value"
         )
     if body.max_tokens == 0:
-        raise RequestError("max_tokens must be at least 1", param="max_tokens")
+        raise RequestError(
+            "max_tokens must be at least 1", param="max_tokens", code="invalid_value"
+        )
 
 
 def _answer(

@@ -96,7 +96,9 @@ class ChatEncoder:
         """
         if reasoning_effort is not None and reasoning_effort not in _EFFORTS:
             raise RequestError(
-                f"reasoning_effort must be one of {', '.join(_EFFORTS)}", param="reasoning_effort"
+                f"reasoning_effort must be one of {', '.join(_EFFORTS)}",
+                param="reasoning_effort",
+                code="invalid_value",
             )
         if thinking is None:
             thinking = self._thinking if reasoning_effort is None else reasoning_effort != "none"
@@ -113,9 +115,9 @@ class ChatEncoder:
             request = self._recipe.ChatCompletionRequest(body).convert(self._options)
             token_ids = tuple(self._encoding.encode(request.conversation))
         except self._recipe.ConversionError as error:
-            raise RequestError(_sentence(error.body), param="messages") from error
+            raise _refusal(_sentence(error.body)) from error
         except (ValueError, TypeError) as error:
-            raise RequestError(f"messages: {error}", param="messages") from error
+            raise _refusal(f"messages: {error}") from error
         return ChatPrompt(token_ids, thinking, bool(tools))
 
 
@@ -129,6 +131,10 @@ def _as_recipe_message(message: Message) -> dict[str, Any]:
     renamed.pop("reasoning", None)
     renamed.setdefault("content", "")
     return renamed
+
+
+def _refusal(sentence: str) -> RequestError:
+    return RequestError(sentence.rstrip("."), param="messages", code="invalid_value")
 
 
 def _sentence(body: str) -> str:
