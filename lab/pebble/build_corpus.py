@@ -78,12 +78,12 @@ def docs(folder: Path) -> list[str]:
 def dialogues(folder: Path) -> list[dict]:
     seen, out = set(), []
     for path in sorted(folder.glob("*.jsonl.xz")):
-        for line in lzma.open(path, "rt", encoding="utf-8"):
-            document = json.loads(line)
-            key = document["messages"][-1]
-            if key not in seen:
-                seen.add(key)
-                out.append(document)
+        with lzma.open(path, "rt", encoding="utf-8") as lines:
+            for document in map(json.loads, lines):
+                key = document["messages"][-1]
+                if key not in seen:
+                    seen.add(key)
+                    out.append(document)
     return out
 
 
@@ -123,7 +123,7 @@ def write(path: Path, tokenizer: Tokenizer, documents: list[tuple[str, list[tupl
     encoded = tokenizer.encode_batch([text for text, _ in flat], add_special_tokens=False)
     tokens, boost, starts, sizes, at = [], [], [0], [], 0
     for _, parts in documents:
-        for text, mark in parts:
+        for _, mark in parts:
             ids = encoded[at].ids
             tokens.append(np.array(ids, np.uint16))
             boost.append(np.full(len(ids), mark, np.uint8))
@@ -170,7 +170,11 @@ def main() -> None:
     if args.tokenizer:
         tokenizer = Tokenizer.from_file(str(args.tokenizer))
     else:
-        lines = [parts[0][0] for k, parts, out in corpus if not out and r.random() < {"docs": 0.35}.get(k, 1.0)]
+        lines = [
+            parts[0][0]
+            for k, parts, out in corpus
+            if not out and r.random() < {"docs": 0.35, "story": 0.2, "chat": 0.2}.get(k, 1.0)
+        ]
         tokenizer = train_tokenizer([line for text in lines for line in text.split(EOS)])
         args.out.mkdir(parents=True, exist_ok=True)
         tokenizer.save(str(args.out / "tokenizer.json"))

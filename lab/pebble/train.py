@@ -22,6 +22,8 @@ from quantise import cast_weights
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
+JUDGED = ("kjv", "docs", "story", "chat")
+
 
 def initial(c: Config, seed: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Fresh weights and routing buffers; the hash table deals experts evenly over token ids."""
@@ -86,15 +88,20 @@ def read_parts(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.T
 
 
 class Judge:
-    """Held-out bits per byte by source, recall accuracy by depth and a few greedy samples."""
+    """Held-out bits per byte by source, recall accuracy by depth and a few greedy samples.
+
+    Runs uncompiled in small batches: compiling for shapes that are seen four times costs more.
+    """
+
+    rows = 8
 
     def __init__(self, args, c: Config, model: Pebble, length: int) -> None:
         held = Documents(args.data / "held.npz")
-        self.model, self.c, self.length, self.device = model, c, length, args.device
-        self.sets = {s: held_out(held, s, length, args.held_tokens) for s in ("kjv", "docs", "story", "chat")}
+        self.c, self.device = c, args.device
+        self.model = Pebble(c, model.buffers, length, args.device, compiled=False)
+        self.sets = {s: held_out(held, s, length, args.held_tokens) for s in JUDGED}
         self.recall = recall_rows(held, length, 64)
         self.tokenizer = Tokenizer.from_file(str(args.data / "tokenizer.json"))
-        self.rows = args.rows
 
     @torch.no_grad()
     def measure(self, w, sparse, simulate: bool) -> str:
@@ -102,12 +109,8 @@ class Judge:
         for source, (ids, weight, size) in self.sets.items():
             nats = 0.0
             for n in range(0, len(ids), self.rows):
-                part, keep = ids[n : n + self.rows], weight[n : n + self.rows]
-                if len(part) < self.rows:  # keep the compiled shape
-                    fill = self.rows - len(part)
-                    part = torch.cat([part, part[:1].expand(fill, -1)])
-                    keep = torch.cat([keep, torch.zeros(fill, keep.shape[1])])
-                part, keep = part.to(self.device), keep.to(self.device)
+                part = ids[n : n + self.rows].to(self.device)
+                keep = weight[n : n + self.rows].to(self.device)
                 nats += self.model.losses(w, part[:, :-1], part[:, 1:], keep, sparse, simulate)[0].item()
             report.append(f"{source} {nats / math.log(2) / max(size, 1):.4f}")
         return "bpb " + " ".join(report) + " | recall " + self.recalled(w, sparse, simulate)
@@ -116,11 +119,11 @@ class Judge:
         ids, mask = self.recall
         right, asked = [0] * 4, [0] * 4
         edges = (256, 512, 1024, 1 << 30)
-        for n in range(0, len(ids) - len(ids) % min(16, len(ids)), 16):
-            part = ids[n : n + 16].to(self.device)
+        for n in range(0, len(ids), self.rows):
+            part = ids[n : n + self.rows].to(self.device)
             guess = self.model.logits(w, part[:, :-1], sparse, simulate).argmax(-1).cpu()
-            good = guess == ids[n : n + 16, 1:]
-            for row, ask in zip(good, mask[n : n + 16], strict=True):
+            good = guess == ids[n : n + self.rows, 1:]
+            for row, ask in zip(good, mask[n : n + self.rows], strict=True):
                 at = ask.nonzero()[:, 0]
                 if len(at) == 0:
                     continue
@@ -131,7 +134,6 @@ class Judge:
 
     @torch.no_grad()
     def samples(self, w, sparse, prompts: list[str], new: int = 96) -> list[str]:
-        eager = Pebble(self.c, self.model.buffers, 256, self.device, compiled=False)
         out = []
         ids = [self.tokenizer.encode(p).ids for p in prompts]
         size = [len(i) for i in ids]
@@ -139,7 +141,7 @@ class Judge:
         for n, row in enumerate(ids):
             grid[n, : len(row)] = torch.tensor(row)
         for _ in range(new):
-            guess = eager.logits(w, grid, sparse).argmax(-1)
+            guess = self.model.logits(w, grid, sparse).argmax(-1)
             for n in range(len(ids)):
                 if size[n] < 256 and not (size[n] > len(ids[n]) and grid[n, size[n] - 1] == 1):
                     grid[n, size[n]] = guess[n, size[n] - 1]
@@ -197,6 +199,7 @@ def main() -> None:
     begin = time.time()
     deadline = begin + 60 * args.minutes
     torch.set_float32_matmul_precision("high")
+    torch._dynamo.config.recompile_limit = 64  # one for every kind of layer
     dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
     c = Config.load(args.config)
     args.out.mkdir(parents=True, exist_ok=True)
@@ -220,7 +223,7 @@ def main() -> None:
     count = sum(w.numel() for w in weights.values())
     print(f"{count / 1e6:.2f} M parameters, {sum(is_matrix(k) for k in weights)} matrices for Muon", flush=True)
 
-    names, step, tokens, shown, judged = list(weights), 0, 0, time.time(), time.time()
+    names, step, tokens, judged = list(weights), 0, 0, time.time()
     sparse = torch.zeros((), device=args.device)
     history = []
     while time.time() < deadline - (20 if args.minutes > 2 else 3):
@@ -267,7 +270,7 @@ def main() -> None:
     print(f"saved at {time.time() - begin:.0f} s, {step} steps, {tokens / 1e6:.1f} M tokens", flush=True)
     for simulate in sorted({False, args.simulate}):
         w = cast_weights(plain, simulate, dtype)
-        print("released formats" if simulate else "plain", judge.measure(w, sparse, args.simulate), flush=True)
+        print("released formats" if simulate else "plain", judge.measure(w, sparse, simulate), flush=True)
     for text in judge.samples(w, sparse, PROMPTS):
         print(">>", json.dumps(text, ensure_ascii=False), flush=True)
     (args.out / "history.json").write_text(json.dumps([round(x.item(), 4) for x in history]))
