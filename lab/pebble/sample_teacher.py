@@ -41,6 +41,7 @@ class Parts:
     def __init__(self, out: Path) -> None:
         self.out, self.number, self.pool = out, 0, ThreadPoolExecutor(12)
         self.pending = []
+        out.mkdir(parents=True, exist_ok=True)
 
     def write(self, lines: list[str]) -> None:
         self.pending.append(self.pool.submit(lzma.compress, "".join(lines).encode(), preset=6))
