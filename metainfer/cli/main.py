@@ -10,6 +10,7 @@ import difflib
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
@@ -61,6 +62,11 @@ def finish(run: Callable[[], int], terminal: Terminal) -> NoReturn:
         code = EXIT_BROKEN_PIPE
     # From here a second Ctrl-C ends the process without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if threading.active_count() > 1:
+        # Interrupted while a thread loads or computes: native code of such a thread aborts the
+        # process if the interpreter is taken down around it.
+        terminal.err.flush()
+        os._exit(code)
     sys.exit(code)
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic_core import from_json
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 
 from metainfer.core.errors import RequestError
@@ -16,6 +17,7 @@ from metainfer.llm.dispatch import Call
 from metainfer.llm.generation import Generation, TextOptions
 from metainfer.llm.request import Request, SamplingParams
 from metainfer.server.service import Service
+from metainfer.server.sse import ClientGone
 from metainfer.text.parse import OutputParser
 
 
@@ -36,18 +38,21 @@ async def read_json(request: HttpRequest, max_bytes: int) -> Any:
     """The request's body, never holding more than `max_bytes` of it.
 
     Raises RequestError: 413 when it is longer, 400 when it is not UTF-8 JSON (nesting beyond 200
-    levels counts as such).
+    levels counts as such). Raises ClientGone when the client hangs up before the end.
     """
     pieces, size = [], 0
     announced = request.headers.get("content-length", "")
     if announced.isdigit() and int(announced) > max_bytes:
         size = int(announced)
     else:
-        async for piece in request.stream():
-            size += len(piece)
-            if size > max_bytes:
-                break
-            pieces.append(piece)
+        try:
+            async for piece in request.stream():
+                size += len(piece)
+                if size > max_bytes:
+                    break
+                pieces.append(piece)
+        except ClientDisconnect:
+            raise ClientGone from None
     if size > max_bytes:
         raise RequestError(
             f"the body is longer than {max_bytes} bytes", code="body_too_large", status=413

@@ -71,7 +71,7 @@ def _check(body: ChatBody) -> None:
             param="tool_choice",
             code="unsupported_parameter",
         )
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise RequestError(
             "top_logprobs needs logprobs to be true", param="top_logprobs", code="invalid_value"
         )

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
 
 from metainfer.core.errors import UserError
+from metainfer.server.connection import Connection
 from metainfer.server.service import SHUTTING_DOWN, Service
 
 EXIT_INTERRUPTED = 130
 
 _BACKLOG = 2048
 _GRACE_S = 5.0  # for sending what the end of a drain gave the clients
+_AT_ONCE_S = 0.1
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -56,15 +60,17 @@ def serve_forever(
         on_start: called when requests are taken.
     """
     service: Service = app.state.service
+    _log_as_we_do()
     config = uvicorn.Config(
         app,
+        http=partial(Connection, service.settings.stall_s),  # type: ignore[arg-type]
         log_config=None,
         log_level="warning",
         access_log=False,  # the guard logs requests, with their ids
         server_header=False,
         ws="none",
         lifespan="on",
-        timeout_graceful_shutdown=int(service.settings.drain_s + _GRACE_S) + 1,
+        timeout_graceful_shutdown=int(service.settings.drain_s + 2 * _GRACE_S) + 1,
     )
     server = _Server(config, service, on_start)
     app.state.stop = server.stop
@@ -114,10 +120,37 @@ class _Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._service.ready = False
         loop = asyncio.get_running_loop()
-        end_of_drain = loop.call_later(
-            self._service.settings.drain_s, self._service.dispatcher.fail_all, SHUTTING_DOWN
+        drain_s = self._service.settings.drain_s
+        timers = (
+            loop.call_later(drain_s, self._service.dispatcher.fail_all, SHUTTING_DOWN),
+            loop.call_later(drain_s + _GRACE_S, self._cut_all),
         )
         try:
             await super().shutdown(sockets)
+            if self.force_exit:
+                await self._end_at_once()
         finally:
-            end_of_drain.cancel()
+            for timer in timers:
+                timer.cancel()
+
+    async def _end_at_once(self) -> None:
+        """What uvicorn leaves undone after a second Ctrl-C."""
+        self._service.dispatcher.fail_all(SHUTTING_DOWN)
+        await asyncio.sleep(_AT_ONCE_S)  # for the clients that do read
+        self._cut_all()
+        await asyncio.sleep(_AT_ONCE_S)
+        await self.lifespan.shutdown()
+
+    def _cut_all(self) -> None:
+        for connection in list(self.server_state.connections):
+            if isinstance(connection, Connection):
+                connection.cut()
+
+
+def _log_as_we_do() -> None:
+    """What uvicorn has to say goes where our own lines go."""
+    ours = logging.getLogger("metainfer")
+    theirs = logging.getLogger("uvicorn")
+    theirs.handlers[:], theirs.propagate = ours.handlers, not ours.handlers
+    # asyncio warns of each write to a connection that is gone, which is no news to anybody.
+    logging.getLogger("asyncio").setLevel(logging.ERROR)

@@ -22,6 +22,8 @@ class ServerSettings:
         ping_s: seconds of silence after which a stream gets a comment, so that proxies and
             clients keep waiting while a long prompt runs.
         retry_after_s: what a client that is turned away for load is told to wait.
+        stall_s: silence after which a client that owes the rest of its request, or does not read
+            its answer, is cut off.
         drain_s: how long a stopping server waits for running requests before it ends them.
 
     Raises UserError naming the flag whose value makes no sense.
@@ -49,6 +51,12 @@ class ServerSettings:
     retry_after_s: int = flag(
         "--retry-after", "What a client is told to wait when the queue is full", 1, unit="seconds"
     )
+    stall_s: float = flag(
+        "--stall-timeout",
+        "How long a client may stand still in the middle of a request or of reading its answer",
+        60.0,
+        unit="seconds",
+    )
     drain_s: float = flag(
         "--shutdown-timeout",
         "How long running requests may take once the server is told to stop",
@@ -69,5 +77,6 @@ class ServerSettings:
         ):
             if not least <= value < float("inf"):
                 raise UserError(f"{name} {value:g} is not a number of at least {least}")
-        if not self.ping_s > 0:
-            raise UserError(f"--ping-interval {self.ping_s:g} is not above 0")
+        for name, seconds in (("--ping-interval", self.ping_s), ("--stall-timeout", self.stall_s)):
+            if not seconds > 0:
+                raise UserError(f"{name} {seconds:g} is not above 0")

@@ -117,7 +117,7 @@ def test_the_wheel_holds_every_file_of_the_package(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if name.startswith("metainfer/")}
         (entry_points,) = (n for n in archive.namelist() if n.endswith("entry_points.txt"))
-        assert "metainfer = metainfer.cli.main:entry" in archive.read(entry_points).decode()
+        assert "metainfer = metainfer.__main__:entry" in archive.read(entry_points).decode()
     here = {
         str(path.relative_to(ROOT))
         for path in PACKAGE.rglob("*")
