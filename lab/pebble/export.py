@@ -49,25 +49,29 @@ def stored(spec: TensorSpec, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
     return weight.to(plain[spec.dtype])
 
 
+def export(config_file: Path, weights_folder: Path, out: Path, dense: bool) -> None:
+    """Write the checkpoint `out`, which must not exist: in released formats, or bf16 throughout."""
+    config = json.loads(config_file.read_text(encoding="utf-8"))
+    if dense:
+        del config["quantization_config"], config["expert_dtype"]
+    weights, buffers = read_parts(weights_folder)
+    tensors = flat_names(weights) | buffers
+    specs = list(iterate(arch_from_config(config, out.name)))
+
+    def chunks(spec: TensorSpec) -> Iterator[torch.Tensor]:
+        yield stored(spec, tensors)
+
+    write_safetensors(out, specs, chunks, config, max_shard_bytes=SHARD_BYTES)
+    print(f"{out}: {sum(spec.nbytes for spec in specs)} bytes in {len(specs)} tensors")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     for name in ("config", "weights", "out"):
         parser.add_argument(f"--{name}", type=Path, required=True)
     parser.add_argument("--dense", action="store_true", help="bf16 throughout, to compare with")
     args = parser.parse_args()
-    config = json.loads(args.config.read_text(encoding="utf-8"))
-    if args.dense:
-        del config["quantization_config"], config["expert_dtype"]
-    weights, buffers = read_parts(args.weights)
-    tensors = flat_names(weights) | buffers
-    specs = list(iterate(arch_from_config(config, args.out.name)))
-
-    def chunks(spec: TensorSpec) -> Iterator[torch.Tensor]:
-        tensor = stored(spec, tensors)
-        yield tensor
-
-    write_safetensors(args.out, specs, chunks, config, max_shard_bytes=SHARD_BYTES)
-    print(f"{args.out}: {sum(spec.nbytes for spec in specs)} bytes in {len(specs)} tensors")
+    export(args.config, args.weights, args.out, args.dense)
 
 
 if __name__ == "__main__":
