@@ -12,18 +12,18 @@ from metainfer.arch import deepseek_v4
 from metainfer.arch.record import Arch
 from metainfer.arch.spelling import released_spelling
 from metainfer.core.errors import CheckpointError, UserError
+from metainfer.shipped import SHIPPED_MODEL, pebble_dir
 
 _PARSERS: Mapping[str, Callable[[Mapping[str, Any], Mapping[str, str], str], Arch]] = {
     deepseek_v4.FAMILY: deepseek_v4.parse,
 }
 _KNOWN_DIRECTORY = Path(__file__).parent / "known"
 _MAX_CONFIG_BYTES = 16 * 2**20
-SHIPPED = "pebble"  # the model that comes with the package, weights and all
 
 
 def known_names() -> tuple[str, ...]:
     """Names that `read_arch` takes in place of a path."""
-    return (SHIPPED, *sorted(path.stem for path in _KNOWN_DIRECTORY.glob("*.json")))
+    return (SHIPPED_MODEL, *sorted(path.stem for path in _KNOWN_DIRECTORY.glob("*.json")))
 
 
 def read_arch(path_or_name: str | Path) -> Arch:
@@ -83,10 +83,8 @@ def _locate(path_or_name: str | Path) -> tuple[Path, str]:
     path = Path(path_or_name)
     # Unlike Path, os.path takes a name that no file can have (a prompt, say) as one not there.
     if not os.path.exists(path) and str(path_or_name) in known_names():
-        if str(path_or_name) == SHIPPED:
-            from metainfer.shipped import pebble_dir
-
-            return pebble_dir() / "config.json", SHIPPED
+        if str(path_or_name) == SHIPPED_MODEL:
+            return pebble_dir() / "config.json", SHIPPED_MODEL
         known = _KNOWN_DIRECTORY / f"{path_or_name}.json"
         return known, known.stem
     if os.path.isdir(path):

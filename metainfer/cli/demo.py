@@ -121,6 +121,7 @@ def ask(terminal: Terminal, port: int) -> None:
         "messages": [{"role": "user", "content": QUESTION}],
         "max_tokens": _MOST_TOKENS,
         "seed": 1,
+        "chat_template_kwargs": {"thinking": False},
         "stream": True,
         "stream_options": {"include_usage": True},
     }

@@ -19,14 +19,12 @@ class Capabilities:
         expanding: backends that turn quantised weights into the compute dtype at load: faster
             where few rows share a weight, at 2 to 8 times the memory of the quantised weights.
             They are never chosen unless the plan names them.
-        reference: the name of the plain backends, which on an accelerator must be asked for.
     """
 
     target: Target
     backends: Mapping[str, tuple[str, ...]]
     default_order: tuple[str, ...]
     expanding: frozenset[str]
-    reference: str = "reference"
 
     def covered(self, op: str) -> bool:
         """Whether `op` runs on the target without naming a backend."""

@@ -80,11 +80,6 @@ def write_checkpoint(
     )
 
 
-def random_tensor(arch: Arch, spec: TensorSpec, seed: int = 0) -> torch.Tensor:
-    """The tensor that `write_checkpoint` writes for `spec`; fp4 codes and e8m0 bytes as uint8."""
-    return torch.cat(list(RandomTensors(arch, seed).pieces(spec))).view(spec.shape)
-
-
 class RandomTensors:
     """Draws the tensors of one checkpoint; keeps the tables of values that it has built."""
 

@@ -1,4 +1,5 @@
-"""Every backend of every op against the reference, at every small case and variant of inputs."""
+"""Every backend that runs on a CPU against the reference, at every small case and variant of
+inputs; tests/gpu does the same on a GPU."""
 
 from __future__ import annotations
 

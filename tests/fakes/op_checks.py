@@ -35,28 +35,30 @@ def run(registry: Registry, op: str, backend: str, case: Any, call: Call) -> tup
 def check(
     registry: Registry, op: str, backend: str, case: Any, variant: str, device: str = "cpu"
 ) -> None:
-    """Runs `backend` and the reference on equal inputs and compares.
+    """Runs `backend` on `device` and the reference on the CPU on equal inputs, and compares.
 
     Raises:
         AssertionError: a result is off, of another shape or format, or an argument was changed.
     """
-    expected = run(registry, op, REFERENCE, case, make(op, case, variant, device))
+    expected = run(registry, op, REFERENCE, case, make(op, case, variant))
     call = make(op, case, variant, device)
-    actual = run(registry, op, backend, case, call)
+    results = run(registry, op, backend, case, call)
+    actual = tuple(result.cpu() for result in results)
+    inputs = make(op, case, variant)
     assert len(actual) == len(expected)
     for ours, theirs in zip(actual, expected, strict=True):
         assert ours.shape == theirs.shape
         assert ours.dtype == theirs.dtype
     tolerance = OPS[op].tolerance.of(case.dtype)
     if op in _INDICES:
-        _same_choice(case, variant, call, actual[0], expected[0], tolerance)
+        _same_choice(case, variant, inputs, actual[0], expected[0], tolerance)
     elif op == "moe.route_learned":
-        _same_routes(case, call, actual, expected, tolerance)
+        _same_routes(actual, expected, tolerance)
     else:
         for ours, theirs in zip(actual, expected, strict=True):
             assert_near(ours, theirs, tolerance)
     if op == "rope.rotate":
-        assert actual[0].data_ptr() == call.arguments[0].data_ptr()
+        assert results[0].data_ptr() == call.arguments[0].data_ptr()
     _nothing_changed(op, make(op, case, variant, device), call)
 
 
@@ -105,8 +107,6 @@ def _same_choice(
 
 
 def _same_routes(
-    case: Any,
-    call: Call,
     actual: tuple[torch.Tensor, ...],
     expected: tuple[torch.Tensor, ...],
     tolerance: float,

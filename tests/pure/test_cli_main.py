@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import errno
 import subprocess
 import sys
@@ -20,6 +21,8 @@ def test_version() -> None:
     for arguments in (["version"], ["--version"], ["-V"]):
         ran = metainfer(*arguments)
         assert (ran.code, ran.out, ran.err) == (0, f"metainfer {__version__}\n", "")
+    as_json = metainfer("version", "--json")
+    assert json.loads(as_json.out) == {"version": __version__}
 
 
 def test_nothing_given_shows_the_verbs_and_fails() -> None:
