@@ -42,13 +42,13 @@ class MixtureOfExperts:
             arch.norm_topk_prob,
             build.dtype,
         )
-        choice = "tid2eid" if self._hashes else "bias"
-        self._route = build.weighted(
-            "moe.route_hash" if self._hashes else "moe.route_learned",
-            route_case,
-            build.checkpoint.tensor(f"{prefix}.gate.weight"),
-            build.checkpoint.tensor(f"{prefix}.gate.{choice}"),
-        )
+        gate = build.checkpoint.tensor(f"{prefix}.gate.weight")
+        if self._hashes:
+            table = build.checkpoint.expert_table(f"{prefix}.gate.tid2eid")
+            self._route = build.weighted("moe.route_hash", route_case, gate, table)
+        else:
+            bias = build.checkpoint.tensor(f"{prefix}.gate.bias")
+            self._route = build.weighted("moe.route_learned", route_case, gate, bias)
         self._shared = SharedExpert(build, f"{prefix}.shared_experts")
         self._experts = self._bind_experts(build, f"{prefix}.experts")
 

@@ -111,6 +111,23 @@ class Checkpoint:
             return DenseWeight(codes)
         return self._quantised(codes, self.tensor(f"{prefix}.scale"))
 
+    def expert_table(self, name: str) -> torch.Tensor:
+        """Which experts every token of the vocabulary goes to, int64 [V, K].
+
+        Raises CheckpointError where it names an expert that the model does not have.
+        """
+        table_VK = self.tensor(name)
+        wrong_VK = (table_VK < 0) | (table_VK >= self.arch.num_experts)
+        if bool(wrong_VK.any()):
+            token, place = wrong_VK.nonzero()[0].tolist()
+            raise CheckpointError(
+                f"{name} names experts that do not exist in {int(wrong_VK.sum())} places, first"
+                f" {int(table_VK[token, place])} of {self.arch.num_experts} for token {token}",
+                hint="the files are damaged or of another model: `metainfer weights check --deep`"
+                " reads them all",
+            )
+        return table_VK
+
     def experts(
         self, prefix: str, ids: Sequence[int], device: torch.device | str = "cpu"
     ) -> tuple[Weight, Weight, Weight]:

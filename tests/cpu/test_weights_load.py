@@ -122,6 +122,38 @@ def test_stacked_experts_are_the_single_ones(which: str, request: pytest.Fixture
             )
 
 
+@pytest.mark.parametrize("wrong", [-1, 8, 2**40])
+def test_a_table_that_names_no_expert_is_refused(tiny: Path, tmp_path: Path, wrong: int) -> None:
+    name = "layers.0.ffn.gate.tid2eid"
+    assert Checkpoint.open(tiny, tiny_arch()).expert_table(name).shape == (512, 2)
+
+    def spoil(tensors: Tensors) -> None:
+        tensors[name][17, 1] = wrong
+
+    checkpoint = Checkpoint.open(changed(tiny, tmp_path / "spoilt", spoil), tiny_arch())
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.expert_table(name)
+    assert f"{name} names experts that do not exist in 1 places" in caught.value.message
+    assert f"{wrong} of 8 for token 17" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("table", "what"),
+    [
+        (torch.zeros(512, 2), "dtype: {} is F32, not I64"),
+        (torch.zeros(512, 3, dtype=torch.int64), "shape: {} is [512, 3], not [512, 2]"),
+        (torch.zeros(500, 2, dtype=torch.int64), "shape: {} is [500, 2], not [512, 2]"),
+    ],
+    ids=["float", "wide", "short"],
+)
+def test_a_table_of_another_form_is_refused_before_it_is_read(
+    tiny: Path, tmp_path: Path, table: torch.Tensor, what: str
+) -> None:
+    name = "layers.0.ffn.gate.tid2eid"
+    spoilt = changed(tiny, tmp_path / "spoilt", lambda tensors: tensors.update({name: table}))
+    assert what.format(name) in refusal(spoilt, tiny_arch()).message
+
+
 def test_mtp_is_reported_as_unused_and_may_be_absent(quantised: Path, tmp_path: Path) -> None:
     arch = tiny_quantised_arch()
     unused = Checkpoint.open(quantised, arch).unused
