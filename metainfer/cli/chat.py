@@ -39,6 +39,9 @@ class ChatOptions:
 def run(
     terminal: Terminal, options: ChatOptions, sampling: SamplingOptions, settings: EngineSettings
 ) -> int:
+    if sys.stdin is None:
+        raise UserError("stdin is closed", hint="chat reads from it what is said")
+
     from metainfer.cli.session import open_session
 
     with open_session(terminal, options.model, settings) as session:

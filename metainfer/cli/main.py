@@ -58,7 +58,7 @@ def finish(run: Callable[[], int], terminal: Terminal) -> NoReturn:
         code = EXIT_INTERRUPTED
     except BrokenPipeError:
         # What is still buffered can go nowhere: let the interpreter's own flush at exit succeed.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), terminal.out.fileno())
         code = EXIT_BROKEN_PIPE
     # From here a second Ctrl-C ends the process without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)

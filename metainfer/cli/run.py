@@ -154,6 +154,10 @@ def read_prompt(given: str | None) -> str:
         raise UserError("--prompt is not given", hint="--prompt - reads it from stdin")
     if given != STDIN:
         text = given
+        if _has_surrogates(text):
+            raise UserError("--prompt is not UTF-8")
+    elif sys.stdin is None:
+        raise UserError("--prompt - reads stdin, which is closed")
     else:
         try:
             text = sys.stdin.buffer.read().decode("utf-8")
@@ -162,6 +166,11 @@ def read_prompt(given: str | None) -> str:
     if not text.strip():
         raise UserError("the prompt is empty", hint="give some text with --prompt")
     return text
+
+
+def _has_surrogates(text: str) -> bool:
+    """Whether `text` came from bytes that are not UTF-8: Python spells those as surrogates."""
+    return any("\ud800" <= character <= "\udfff" for character in text)
 
 
 VERB = Verb(

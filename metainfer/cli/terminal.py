@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -34,9 +36,11 @@ class Terminal:
 
     @classmethod
     def standard(cls, environment: Mapping[str, str]) -> Terminal:
-        """The process's own streams."""
-        live = sys.stderr.isatty()
-        return cls(sys.stdout, sys.stderr, live and "NO_COLOR" not in environment, live)
+        """The process's own streams, or nowhere in place of one that was closed from the start.
+        Characters that a stream cannot spell are written as escapes."""
+        out, err = _usable(sys.stdout), _usable(sys.stderr)
+        live = err.isatty()
+        return cls(out, err, live and "NO_COLOR" not in environment, live)
 
     def data(self, text: str, end: str = "\n") -> None:
         """Write a result to stdout at once."""
@@ -110,6 +114,14 @@ class Progress:
         self._terminal.err.write("\r" + line.ljust(self._width))
         self._terminal.err.flush()
         self._width = len(line)
+
+
+def _usable(stream: TextIO | None) -> TextIO:
+    if stream is None:
+        return open(os.devnull, "w")  # for as long as the process lasts
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors="backslashreplace")
+    return stream
 
 
 def _amount(done: int, total: int, unit: str, elapsed_s: float) -> str:

@@ -116,6 +116,9 @@ class ChatEncoder:
             token_ids = tuple(self._encoding.encode(request.conversation))
         except self._recipe.ConversionError as error:
             raise _refusal(_sentence(error.body)) from error
+        except UnicodeEncodeError as error:
+            sentence = "a message is not valid Unicode (a lone surrogate)"
+            raise _refusal(sentence) from error
         except (ValueError, TypeError) as error:
             raise _refusal(f"messages: {error}") from error
         return ChatPrompt(token_ids, thinking, bool(tools))

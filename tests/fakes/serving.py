@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -50,14 +51,20 @@ def serving(
     client: EngineClient,
     tokenizer: Tokenizer,
     settings: ServerSettings | None = None,
+    send_bytes: int | None = None,
     **options: Any,
 ) -> Iterator[Served]:
-    """A server until the block ends. `options` go to `create_app`."""
+    """A server until the block ends. `options` go to `create_app`.
+
+    `send_bytes` bounds what the system buffers for clients that do not read.
+    """
     options.setdefault("model_names", (MODEL,))
     options.setdefault("defaults", GenerationConfig(thinking=False))
     arch = options.pop("arch", None) or tiny_arch(vocab_size=VOCAB)
     app = create_app(client, tokenizer, arch, settings=settings, **options)
     listener = bind(LOOPBACK, 0)
+    if send_bytes is not None:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes)
     url = f"http://{LOOPBACK}:{listener.getsockname()[1]}"
     started = threading.Event()
     thread = threading.Thread(target=serve_forever, args=(app, listener, started.set))
