@@ -11,16 +11,16 @@ from pathlib import Path
 from metainfer.arch.families import read_arch
 from metainfer.cli.sampling import SamplingOptions
 from metainfer.cli.terminal import Terminal
-from metainfer.core.errors import UserError
+from metainfer.core.errors import CheckpointError, RequestError, UserError
 from metainfer.core.events import GenerationEnd, TextEvent
 from metainfer.llm.client import EngineClient
 from metainfer.llm.dispatch import Call, Dispatcher
 from metainfer.llm.generation import Generation, TextOptions
-from metainfer.llm.request import Request
+from metainfer.llm.request import Request, SamplingParams
 from metainfer.plan.settings import EngineSettings
 from metainfer.shipped import pebble_dir
 from metainfer.text.chat import ChatEncoder, ChatPrompt
-from metainfer.text.generation_config import GenerationConfig
+from metainfer.text.generation_config import GENERATION_CONFIG_FILE, GenerationConfig
 from metainfer.text.tokenizer import Tokenizer
 
 
@@ -106,8 +106,20 @@ def open_session(
 
 
 def read_text_side(directory: Path) -> tuple[Tokenizer, GenerationConfig]:
-    """Tokenizer and defaults of a checkpoint. Raises UserError if they do not fit the model."""
+    """Tokenizer and defaults of a checkpoint. Raises UserError if they do not fit the model, or
+    if no request could be sampled by those defaults."""
     arch = read_arch(directory)
     tokenizer = Tokenizer.load(directory)
     tokenizer.check_fits(arch.vocab_size, arch.bos_token_id, arch.eos_token_ids)
-    return tokenizer, GenerationConfig.load(directory)
+    defaults = GenerationConfig.load(directory)
+    try:
+        SamplingParams(
+            temperature=defaults.temperature,
+            top_p=defaults.top_p,
+            top_k=defaults.top_k,
+            min_p=defaults.min_p,
+            repetition_penalty=defaults.repetition_penalty,
+        )
+    except RequestError as error:
+        raise CheckpointError(f"{directory / GENERATION_CONFIG_FILE}: {error.message}") from error
+    return tokenizer, defaults

@@ -39,7 +39,7 @@ class GenerationConfig:
             return cls()
         try:
             record = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{file} is not JSON: {error}") from error
         if not isinstance(record, dict):
             raise CheckpointError(f"{file} does not hold a JSON object")

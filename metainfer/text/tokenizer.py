@@ -60,7 +60,7 @@ class Tokenizer:
                 )
         try:
             config = json.loads(config_file.read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{config_file} is not JSON: {error}") from error
         if not isinstance(config, dict):
             raise CheckpointError(f"{config_file} does not hold a JSON object")
@@ -71,6 +71,8 @@ class Tokenizer:
         if not isinstance(backend.decoder, tokenizers.decoders.ByteLevel):
             kind = type(backend.decoder).__name__
             raise UserError(f"{file} has a {kind} decoder; only ByteLevel tokenizers are supported")
+        if not backend.get_vocab_size(with_added_tokens=True):
+            raise CheckpointError(f"{file} has no tokens")
         return cls(file, backend, config)
 
     def check_fits(self, vocab_size: int, bos_token_id: int, eos_token_ids: Sequence[int]) -> None:
