@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -63,6 +63,20 @@ async def read_json(request: HttpRequest, max_bytes: int) -> Any:
         raise RequestError(f"the body is not valid JSON: {error}", code="invalid_json") from None
 
 
+def check_text_length(service: Service, texts: Iterable[str], param: str) -> None:
+    """Raises RequestError for texts that cannot fit the context together, before anybody spends
+    seconds on encoding them."""
+    tokens = sum(map(service.tokenizer.least_tokens, texts))
+    if tokens > service.max_model_len:
+        raise RequestError(
+            f"This model's maximum context length is {service.max_model_len} tokens. However, your "
+            f"prompt has at least {tokens} tokens",
+            param=param,
+            code="context_length_exceeded",
+            hint="Please reduce the length of the prompt.",
+        )
+
+
 def check_length(
     prompt_tokens: int, max_tokens: int | None, max_model_len: int, param: str
 ) -> None:
@@ -78,6 +92,16 @@ def check_length(
             param=param,
             code="context_length_exceeded",
             hint="Please reduce the length of the prompt or the completion.",
+        )
+
+
+def check_choices(service: Service, choices: int) -> None:
+    """Raises RequestError for a call of too many choices."""
+    if choices > service.settings.max_choices:
+        raise RequestError(
+            f"prompts times n is {choices}, the most is {service.settings.max_choices}",
+            param="n",
+            code="invalid_value",
         )
 
 
@@ -104,12 +128,7 @@ def open_call(
     """
     if not service.ready:
         raise RequestError("the server is not ready", code="not_ready", status=503)
-    if len(prompts) * n > service.settings.max_choices:
-        raise RequestError(
-            f"prompts times n is {len(prompts) * n}, the most is {service.settings.max_choices}",
-            param="n",
-            code="invalid_value",
-        )
+    check_choices(service, len(prompts) * n)
     generations: list[Generation] = []
     arrival_s = time.monotonic()
     for prompt in prompts:

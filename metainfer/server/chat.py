@@ -20,7 +20,13 @@ from metainfer.core.events import (
 )
 from metainfer.llm.dispatch import Call
 from metainfer.llm.request import SamplingParams
-from metainfer.server.calls import CallId, open_call, read_json, usage_record
+from metainfer.server.calls import (
+    CallId,
+    check_text_length,
+    open_call,
+    read_json,
+    usage_record,
+)
 from metainfer.server.chunks import Chunks, collect
 from metainfer.server.logprobs import chat_logprobs
 from metainfer.server.schema import ChatBody
@@ -33,6 +39,7 @@ async def chat_completions(request: Request, service: Service) -> Response:
     body = ChatBody.read(await read_json(request, service.settings.max_body_bytes))
     service.check_model(body.model)
     _check(body)
+    check_text_length(service, body.texts(), "messages")
     offers_tools = body.tool_choice != "none"
     prompt = await asyncio.to_thread(service.encode_chat, body, offers_tools)
     max_tokens = body.max_completion_tokens or body.max_tokens

@@ -13,7 +13,14 @@ from metainfer.core.errors import RequestError
 from metainfer.core.events import GenerationEnd, TextDelta, TextEvent
 from metainfer.llm.dispatch import Call
 from metainfer.llm.request import SamplingParams
-from metainfer.server.calls import CallId, open_call, read_json, usage_record
+from metainfer.server.calls import (
+    CallId,
+    check_choices,
+    check_text_length,
+    open_call,
+    read_json,
+    usage_record,
+)
 from metainfer.server.chunks import Chunks, collect
 from metainfer.server.logprobs import CompletionLogprobs, joined
 from metainfer.server.schema import CompletionBody, check_token_id
@@ -29,6 +36,9 @@ async def completions(request: Request, service: Service) -> Response:
     body = CompletionBody.read(await read_json(request, service.settings.max_body_bytes))
     service.check_model(body.model)
     prompts = read_prompts(body.prompt, service.arch.vocab_size)
+    check_choices(service, len(prompts) * body.n)
+    for prompt in prompts:
+        check_text_length(service, [prompt] if isinstance(prompt, str) else (), "prompt")
     token_ids = await asyncio.to_thread(_encode_all, service, prompts, body.add_special_tokens)
 
     def sampling(prompt_tokens: int) -> SamplingParams:

@@ -10,7 +10,7 @@ Nothing is accepted and then passed over in silence. A field is one of
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -226,6 +226,14 @@ class Conversation(Body):
     tools: list[ToolRecord] = []
     reasoning_effort: str | None = None
     chat_template_kwargs: ChatTemplateOptions = ChatTemplateOptions()
+
+    def texts(self) -> Iterator[str]:
+        """What is said in the conversation, without thinking, which the format may leave out."""
+        for message in self.messages or ():
+            if isinstance(message.content, str):
+                yield message.content
+            else:
+                yield from (part.text for part in message.content or ())
 
 
 class ChatBody(Conversation, SamplingBody):

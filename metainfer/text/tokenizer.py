@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ class Tokenizer:
         vocabulary = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
         self._bytes: list[bytes | None] = [None] * self.vocab_size
+        self._longest_bytes = self._bound_of_tokens(vocabulary)
         self.bos_token_id = self._id_of_role("bos_token")
         self.eos_token_id = self._id_of_role("eos_token")
 
@@ -117,6 +118,11 @@ class Tokenizer:
             ids.insert(0, bos)
         return ids
 
+    def least_tokens(self, text: str) -> int:
+        """No encoding of `text` has fewer tokens; found without encoding it, for texts so long
+        that this would take seconds. 0 where nothing can be said."""
+        return 0 if self._longest_bytes is None else len(text) // self._longest_bytes
+
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Text of whole tokens; bytes that are not UTF-8 become U+FFFD."""
         decoder = IncrementalDecoder(self, skip_special_tokens)
@@ -143,6 +149,15 @@ class Tokenizer:
         """The id of the token with exactly that spelling, or None."""
         found: int | None = self._backend.token_to_id(spelling)
         return found
+
+    def _bound_of_tokens(self, vocabulary: Mapping[str, int]) -> int | None:
+        """Bytes of the longest token, or None if some tokens stand for text of any length: a
+        normalizer may shorten a text, and added tokens may swallow the spaces around them."""
+        added = self._added.values()
+        if self._backend.normalizer is not None or any(t.lstrip or t.rstrip for t in added):
+            return None
+        # In a byte-level vocabulary a character is a byte; added tokens are spelt as they are.
+        return max(len(spelling.encode("utf-8")) for spelling in vocabulary)
 
     def _read_bytes(self, token_id: int) -> bytes:
         if token_id in self._added:

@@ -213,6 +213,28 @@ def test_prompts_over_the_context_are_refused_with_both_numbers(
     assert http.post(TEXT, json=exactly).status_code == 200
 
 
+def test_texts_far_over_the_context_are_not_even_encoded(
+    bench: Bench, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise AssertionError("nobody should encode this")
+
+    monkeypatch.setattr(bench.served.service.tokenizer, "encode", fail)
+    monkeypatch.setattr(bench.served.service.chat, "encode", fail)
+    monkeypatch.setattr(bench.served.service, "max_model_len", 100)
+    words = "dog and fog " * 5000
+    parts = [{"type": "text", "text": words}]
+    for path, body, param in (
+        (TEXT, text(prompt=words), "prompt"),
+        (TEXT, text(prompt=["x", words]), "prompt"),
+        (CHAT, chat(messages=[{"role": "user", "content": words}]), "messages"),
+        (CHAT, chat(messages=[{"role": "user", "content": parts}]), "messages"),
+    ):
+        error = error_of(http.post(path, json=body))
+        assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+        assert "context length is 100 tokens" in error["message"] and "at least" in error["message"]
+
+
 def test_the_openai_client_raises_what_it_should(bench: Bench) -> None:
     client = bench.served.openai()
     with pytest.raises(openai.NotFoundError) as missing:

@@ -22,6 +22,41 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"), VOCAB)
 
 
+@given(st.text(), st.integers(1, 50))
+def test_no_text_has_fewer_tokens_than_the_least(
+    tokenizer: Tokenizer, text: str, times: int
+) -> None:
+    assert tokenizer.least_tokens(text * times) <= len(tokenizer.encode(text * times))
+
+
+def test_the_least_number_of_tokens(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    longest = max(len(tokenizer.token_bytes(i)) for i in range(VOCAB))
+    assert tokenizer.least_tokens("x" * 1000) >= 1000 // (2 * longest), "it is of some use"
+    file = write_tokenizer(tmp_path, VOCAB) / "tokenizer.json"
+    record = json.loads(file.read_text(encoding="utf-8"))
+    record["added_tokens"][0]["rstrip"] = True  # swallows any number of spaces
+    file.write_text(json.dumps(record), encoding="utf-8")
+    assert Tokenizer.load(tmp_path).least_tokens("x" * 1000) == 0
+
+
+def test_a_tokenizer_without_tokens(tmp_path: Path) -> None:
+    file = write_tokenizer(tmp_path, VOCAB) / "tokenizer.json"
+    record = json.loads(file.read_text(encoding="utf-8"))
+    record["added_tokens"], record["model"]["vocab"], record["model"]["merges"] = [], {}, []
+    file.write_text(json.dumps(record), encoding="utf-8")
+    with pytest.raises(CheckpointError, match="has no tokens"):
+        Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "generation_config.json"])
+def test_json_that_is_nested_too_deeply(tmp_path: Path, name: str) -> None:
+    write_tokenizer(tmp_path, VOCAB)
+    (tmp_path / name).write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match=f"{name} is not JSON"):
+        Tokenizer.load(tmp_path)
+        GenerationConfig.load(tmp_path)
+
+
 token_lists = st.lists(st.integers(0, VOCAB - 1), max_size=40)
 
 
