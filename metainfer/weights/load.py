@@ -53,6 +53,7 @@ class Checkpoint:
         self.size = size
         self._mapped: dict[Path, torch.Tensor] = {}
         self._on_progress = on_progress
+        self._handed_out: set[str] = set()
         self._bytes_done = 0
         used = (entry for entry in index.entries.values() if not entry.name.startswith(MTP_PREFIX))
         self._bytes_in_all = sum(entry.nbytes for entry in used)
@@ -70,8 +71,9 @@ class Checkpoint:
         """Check all files against `arch`, and read nothing else yet.
 
         Args:
-            on_progress: called whenever a tensor was handed out, with the bytes so far and those
-                of all tensors that a model uses (whole ones, whatever this rank takes of them).
+            on_progress: called whenever a tensor was first handed out, with the bytes so far and
+                those of all tensors that a model uses (whole ones, whatever this rank takes of
+                them).
 
         Raises:
             CheckpointError: listing everything that is wrong.
@@ -94,7 +96,8 @@ class Checkpoint:
         """
         entry = self._entry(name)
         whole = self._whole(entry)
-        if self._on_progress is not None:
+        if self._on_progress is not None and name not in self._handed_out:
+            self._handed_out.add(name)
             self._bytes_done += entry.nbytes
             self._on_progress(self._bytes_done, self._bytes_in_all)
         dimension = split_dimension(name)
