@@ -11,12 +11,17 @@ import inspect
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from metainfer.cli.main import VERBS, load_verb
 from metainfer.core.config import described_form, flags_of, written_form
 from metainfer.core.env import VARIABLES
+from metainfer.core.units import format_bytes, format_count, format_flops
+from metainfer.ops.base import Load, Op
 
 _NOTE = "<!-- Made by `make docs` from the code; do not edit. -->"
+_ROWS = (1, 2048)  # a decode step, a step of prefill
+_TOKENS = 8192
 _DIRECTORY = Path(__file__).parents[2] / "docs" / "reference"
 
 
@@ -85,7 +90,9 @@ def ops_page() -> str:
         "Operations",
         "",
         "Each operation has one contract and one reference; backends fulfil the whole contract or",
-        "say why not. Tolerances are relative to the largest reference value.",
+        "say why not. Tolerances are relative to the largest reference value. Beside each case",
+        "stands what no implementation can do without: additions and multiplications, and bytes",
+        f"moved once, for so many rows whose sequence has {format_count(_TOKENS)} tokens.",
     ]
     for op in OPS.values():
         backends = ", ".join(f"`{name}`" for name in sorted(registry.backends(op.name)))
@@ -93,7 +100,8 @@ def ops_page() -> str:
         lines += ["", f"## {op.name}", "", "```", *inspect.cleandoc(op.doc).splitlines(), "```", ""]
         lines += [f"Backends: {backends}. Tolerance: {tolerance}."]
         for model, cases in op.cases.items():
-            lines += ["", f"Cases of {model}:", "", *(f"- `{case}`" for case in cases)]
+            header = (f"case of {model}", *(_counted(rows) for rows in _ROWS))
+            lines += ["", *_table(header, (_costs(op, case) for case in cases))]
     return _page(lines)
 
 
@@ -115,6 +123,17 @@ def main(arguments: Sequence[str]) -> int:
         )
         return 1
     return 0
+
+
+def _costs(op: Op, case: Any) -> list[str]:
+    """A row of the table of cases: what a call costs at least."""
+    costs = (op.cost(case, Load(rows, _TOKENS)) for rows in _ROWS)
+    cells = (f"{format_flops(round(c.flops))}, {format_bytes(round(c.bytes))}" for c in costs)
+    return [f"`{case}`", *cells]
+
+
+def _counted(rows: int) -> str:
+    return "1 row" if rows == 1 else f"{format_count(rows)} rows"
 
 
 def _page(lines: Iterable[str]) -> str:

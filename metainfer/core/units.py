@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-_BYTE_STEPS = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
+_STEPS = ((10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"))
 
 
 def format_bytes(count: int) -> str:
     """159609485896 -> "159.6 GB", 512 -> "512 B"."""
-    for size, unit in _BYTE_STEPS:
-        # What would round to "1000.0 kB" is written in the next larger unit.
-        if abs(count) >= size * 0.99995:
-            return f"{count / size:.1f} {unit}"
-    return f"{count} B"
+    return _scaled(count, "B")
+
+
+def format_flops(count: int) -> str:
+    """78400000000 -> "78.4 GFLOP"; additions and multiplications, not a rate."""
+    return _scaled(count, "FLOP")
 
 
 def format_count(count: int) -> str:
@@ -29,3 +30,11 @@ def format_seconds(seconds: float) -> str:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest:02d} s"
+
+
+def _scaled(count: int, unit: str) -> str:
+    for size, prefix in _STEPS:
+        # What would round to "1000.0 kB" is written in the next larger unit.
+        if abs(count) >= size * 0.99995:
+            return f"{count / size:.1f} {prefix}{unit}"
+    return f"{count} {unit}"

@@ -58,12 +58,6 @@ METRICS: tuple[MetricRecord, ...] = (
     MetricRecord("prompt_tokens", "counter", "Prompt tokens computed", "tokens"),
     MetricRecord("generation_tokens", "counter", "Tokens generated", "tokens"),
     MetricRecord(
-        "prefix_cache_queries", "counter", "Prompt tokens looked up in the prefix cache", "tokens"
-    ),
-    MetricRecord(
-        "prefix_cache_hits", "counter", "Prompt tokens found in the prefix cache", "tokens"
-    ),
-    MetricRecord(
         "request_success", "counter", "Requests that ended", "requests", ("finished_reason",)
     ),
     MetricRecord(
@@ -152,8 +146,6 @@ class Metrics:
     def on_end(self, generation: Generation, end: GenerationEnd, now_s: float) -> None:
         usage = end.usage
         self._count("request_success", 1, end.reason.value)
-        self._count("prefix_cache_queries", usage.prompt_tokens)
-        self._count("prefix_cache_hits", usage.cached_tokens)
         self._observe("request_prompt_tokens", usage.prompt_tokens)
         self._observe("request_generation_tokens", usage.completion_tokens)
         self._observe("e2e_request_latency_seconds", now_s - generation.request.arrival_s)

@@ -14,7 +14,7 @@ from metainfer.cli.terminal import Terminal
 from metainfer.core.env import VARIABLES, child_environment, read_environment
 from metainfer.core.errors import UserError
 from metainfer.core.log import configure
-from metainfer.core.units import format_bytes, format_count, format_seconds
+from metainfer.core.units import format_bytes, format_count, format_flops, format_seconds
 
 # ---- units
 
@@ -34,6 +34,7 @@ from metainfer.core.units import format_bytes, format_count, format_seconds
 )
 def test_bytes(count: int, text: str) -> None:
     assert format_bytes(count) == text
+    assert format_flops(count) == f"{text}FLOP".replace("BFLOP", "FLOP")
 
 
 @pytest.mark.parametrize(
