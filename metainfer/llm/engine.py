@@ -106,6 +106,8 @@ class Engine:
             on_plan(machine, plan)
         _set_threads(plan)
         with Checkpoint.open(directory, arch, on_progress=on_progress) as checkpoint:
+            if checkpoint.unused:
+                _log.info("%d tensors of drafting blocks are not used", len(checkpoint.unused))
             runner = _in_a_thread(
                 lambda: _make_runner(arch, plan, checkpoint, registry, capabilities.target)
             )

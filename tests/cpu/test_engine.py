@@ -7,6 +7,7 @@ the same up to those bits, so the prompts here are ones without such a tie.
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from metainfer.arch.manifest import manifest
 from metainfer.arch.tiny import tiny_config
 from metainfer.core.errors import RequestError
 from metainfer.core.events import FinishReason, TokenLogprob
@@ -251,3 +253,14 @@ def test_max_tokens_none_fills_the_context(engine: Engine, model: RandomModel) -
     (result,) = generate(engine, [model.tokens(600)], replace(GREEDY, max_tokens=None))
     assert result.reason is FinishReason.LENGTH
     assert len(result.token_ids) == 40
+
+
+def test_drafting_blocks_are_said_to_be_unused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("metainfer"), "propagate", True)
+    config = tiny_config(num_nextn_predict_layers=1, compress_ratios=[0, 0, 4, 128, 4, 0])
+    model = random_model(tmp_path / "model", config)
+    count = sum(name.startswith("mtp.") for name in manifest(model.arch))
+    with caplog.at_level(logging.INFO, "metainfer"), load_engine(model):
+        assert f"{count} tensors of drafting blocks are not used" in caplog.messages
