@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
@@ -123,6 +123,13 @@ class SamplingBody(Body):
     prompt_cache_key: str | None = None
     metadata: dict[str, str] | None = None
 
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            details = {"field": "stream_options"}
+            raise PydanticCustomError("needs_stream", "needs stream to be true", details)
+        return self
+
     def text_options(self) -> TextOptions:
         """How the generated tokens become text."""
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
@@ -196,6 +203,12 @@ class MessageRecord(Body):
     reasoning: str | None = None
     reasoning_content: str | None = None
 
+    @model_validator(mode="after")
+    def _check_content(self) -> Self:
+        if self.content is None and not self.tool_calls:
+            raise PydanticCustomError("missing", "is missing", {"field": "content"})
+        return self
+
 
 class FunctionRecord(Body):
     NOT_SUPPORTED = MappingProxyType({"strict": (False,)})
@@ -219,6 +232,12 @@ class ChatTemplateOptions(Body):
         return self.enable_thinking if self.thinking is None else self.thinking
 
 
+class Thinking(Body):
+    """How DeepSeek's own API switches thinking."""
+
+    type: Literal["enabled", "disabled"]
+
+
 class Conversation(Body):
     """What a prompt of the chat format is made of."""
 
@@ -226,6 +245,22 @@ class Conversation(Body):
     tools: list[ToolRecord] = []
     reasoning_effort: str | None = None
     chat_template_kwargs: ChatTemplateOptions = ChatTemplateOptions()
+    thinking: Thinking | None = None
+
+    @model_validator(mode="after")
+    def _check_thinking(self) -> Self:
+        template = self.chat_template_kwargs.thinks
+        if self.thinking is not None and template not in (None, self.thinking.type == "enabled"):
+            details = {"field": "thinking"}
+            raise PydanticCustomError("differs", "differs from chat_template_kwargs", details)
+        return self
+
+    @property
+    def thinks(self) -> bool | None:
+        """Whether the model is to think; None where the request does not say."""
+        if self.thinking is not None:
+            return self.thinking.type == "enabled"
+        return self.chat_template_kwargs.thinks
 
     def texts(self) -> Iterator[str]:
         """What is said in the conversation, without thinking, which the format may leave out."""

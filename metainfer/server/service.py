@@ -89,6 +89,6 @@ class Service:
         return self.chat.encode(
             [message.model_dump(exclude_none=True) for message in body.messages or ()],
             tools=[tool.model_dump(exclude_none=True) for tool in tools],
-            thinking=body.chat_template_kwargs.thinks,
+            thinking=body.thinks,
             reasoning_effort=body.reasoning_effort,
         )

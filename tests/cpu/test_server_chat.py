@@ -194,6 +194,20 @@ def test_thinking_comes_under_both_names(bench: Bench, client: OpenAI, stream: b
     assert bench.tokenizer.token_text(bench.last.prompt_token_ids[-1]) == "<think>"
 
 
+@pytest.mark.parametrize(
+    ("switch", "last"),
+    [
+        ({"thinking": {"type": "enabled"}}, "<think>"),
+        ({"thinking": {"type": "disabled"}, "reasoning_effort": "high"}, "</think>"),
+        ({"chat_template_kwargs": {"thinking": True}}, "<think>"),
+        ({}, "</think>"),
+    ],
+)
+def test_switches_of_thinking(bench: Bench, client: OpenAI, switch: Any, last: str) -> None:
+    ask(client, extra_body=switch)
+    assert bench.tokenizer.token_text(bench.last.prompt_token_ids[-1]) == last
+
+
 @pytest.mark.parametrize("effort", ["none", "low", "high"])
 def test_effort(bench: Bench, client: OpenAI, effort: str) -> None:
     ask(client, reasoning_effort=effort)

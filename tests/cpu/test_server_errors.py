@@ -107,6 +107,14 @@ def test_what_is_not_supported_is_named(
             "messages[0].content[0].type",
         ),
         (CHAT, chat(messages=[]), "messages"),
+        (CHAT, chat(messages=[{"role": "user"}]), "messages[0].content"),
+        (CHAT, chat(messages=[{"role": "assistant", "tool_calls": []}]), "messages[0].content"),
+        (CHAT, chat(thinking={"type": "maybe"}), "thinking.type"),
+        (
+            CHAT,
+            chat(thinking={"type": "enabled"}, chat_template_kwargs={"thinking": False}),
+            "thinking",
+        ),
         (CHAT, chat(tempreature=1), "tempreature"),
         (CHAT, chat(temperature="hot"), "temperature"),
         (CHAT, chat(temperature=-1), "temperature"),
@@ -132,6 +140,8 @@ def test_what_is_not_supported_is_named(
         (CHAT, chat(logprobs=True, top_logprobs=21), "top_logprobs"),
         (CHAT, chat(reasoning_effort="enormous"), "reasoning_effort"),
         (CHAT, chat(stream_options={"include_usage": 1}), "stream_options.include_usage"),
+        (CHAT, chat(stream_options={"include_usage": True}), "stream_options"),
+        (TEXT, text(stream=False, stream_options={}), "stream_options"),
         (CHAT, chat(tools=[{"type": "function"}]), "tools[0].function"),
         (
             CHAT,
