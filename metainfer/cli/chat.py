@@ -78,9 +78,9 @@ class Conversation:
         while True:
             try:
                 line = self._read(source)
+                interrupted = False
                 if line is None or not self.take(line):
                     return
-                interrupted = False
             except KeyboardInterrupt:
                 if interrupted:
                     raise

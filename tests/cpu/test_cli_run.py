@@ -6,13 +6,19 @@ import io
 import json
 import sys
 from pathlib import Path
+from typing import TextIO, cast
 
 import pytest
 
+from metainfer.cli.chat import ChatOptions, Conversation
+from metainfer.cli.sampling import SamplingOptions
+from metainfer.cli.session import Session
+from metainfer.cli.terminal import Terminal
 from tests.fakes.checkpoints import write_tiny_checkpoint
 from tests.fakes.command import metainfer
 from tests.fakes.tiny_tokenizer import write_tokenizer
 
+CTRL_C = "^C"
 ONE_THREAD = ("--threads", "1", "--max-num-seqs", "2")
 
 
@@ -114,3 +120,36 @@ def test_a_conversation_with_nobody(model: str, monkeypatch: pytest.MonkeyPatch)
     say(monkeypatch, b"")
     ran = metainfer("chat", model, *ONE_THREAD)
     assert (ran.code, ran.out) == (0, "")
+
+
+def test_only_two_interruptions_with_nothing_said_between_end_a_conversation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ctrl-C at the prompt, then in an answer: what was said between them keeps it going."""
+    terminal = Terminal(io.StringIO(), io.StringIO(), colour=False, live=False)
+    heard: list[str] = []
+
+    def read(_: TextIO) -> str:
+        event = events.pop(0)
+        if event == CTRL_C:
+            raise KeyboardInterrupt
+        return event
+
+    def take(line: str) -> bool:
+        heard.append(line)
+        if line == "long":
+            raise KeyboardInterrupt
+        return line != "/quit"
+
+    conversation = Conversation(
+        terminal, cast("Session", None), ChatOptions(None, None, None), SamplingOptions()
+    )
+    monkeypatch.setattr(conversation, "_read", read)
+    monkeypatch.setattr(conversation, "take", take)
+    events = [CTRL_C, "long", "short", CTRL_C, "long", "/quit"]
+    conversation.hold(sys.stdin)
+    assert heard == ["long", "short", "long", "/quit"]
+    events = ["long", CTRL_C, "never"]
+    with pytest.raises(KeyboardInterrupt):
+        conversation.hold(sys.stdin)
+    assert events == ["never"]

@@ -15,7 +15,7 @@ from metainfer.server.settings import ServerSettings
 from tests.fakes.serving import MODEL, Bench, scripted, wait_for
 
 TEXT = "/v1/completions"
-STALL_S = 0.3
+STALL_S = 0.6
 CROWD = 64
 
 
@@ -107,13 +107,13 @@ def test_clients_that_do_not_read(bench: Bench, stream: bool) -> None:
     body = json.dumps({**request, "stream": stream}).encode()
     try:
         with ExitStack() as stack:
+            before = open_files()
             crowd = [stack.enter_context(connect(bench, 4096)) for _ in range(8)]
             submitted = len(bench.engine.submitted)
             for connection in crowd:
                 connection.sendall(head(len(body)) + body)
             wait_for(lambda: len(bench.engine.submitted) == submitted + len(crowd))
-            both_ends = open_files()
-            wait_for(lambda: open_files() == both_ends - len(crowd))
+            wait_for(lambda: open_files() <= before + len(crowd))  # this side's ends are left
     finally:
         bench.script.answer, bench.engine.tokens_per_event = None, 1
 
