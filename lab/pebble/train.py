@@ -194,13 +194,14 @@ def main() -> None:
     parser.add_argument("--judge-minutes", type=float, default=2.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--eager", action="store_true")
     args = parser.parse_args()
     begin = time.time()
     deadline = begin + 60 * args.minutes
     torch.set_float32_matmul_precision("high")
     torch._dynamo.config.recompile_limit = 64  # one for every kind of layer
-    dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
+    dtype = getattr(torch, args.dtype)
     c = Config.load(args.config)
     args.out.mkdir(parents=True, exist_ok=True)
     weights, buffers = initial(c, args.seed)
