@@ -126,7 +126,7 @@ def test_backends_that_cannot_be_registered() -> None:
 def test_capabilities_of_the_registry() -> None:
     found = some_registry().capabilities(CPU)
     assert found.backends[OP] == ("cpu", "card", REFERENCE)
-    assert found.default_order == ("cpu", REFERENCE)
+    assert found.default_order == ("native", "cpu", REFERENCE)
     assert found.expanding == {"wide"}
     assert found.covered(OP)
     assert not found.covered("moe.swiglu")

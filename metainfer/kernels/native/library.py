@@ -1,0 +1,113 @@
+"""The C library: compiled once per source, compiler flags and CPU, and kept in the user's cache."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("kernels.c")
+_COMPILERS = ("cc", "gcc", "clang")
+# Sums may be reordered, so that they are vectorised; NaN and infinities keep their meaning.
+_FLAGS = (
+    "-std=c11",
+    "-O3",
+    "-march=native",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fno-signed-zeros",
+    "-fassociative-math",
+    "-fPIC",
+    "-shared",
+)
+_LONGEST_COMPILE_S = 120.0
+
+# What the parameters of each function are: i64, int, float, pointer.
+_SIGNATURES = {
+    "fp8_rows": "iiiiiipppiipd",
+    "rms_norm": "iifpidppd",
+    "rotate": "iiiipidpf",
+    "norm_rotate": "iiiifpidpp",
+    "hc_mix": "iiiiiffpppdpdpp",
+    "hc_expand": "iiipdpdpp",
+    "swiglu": "iifpd",
+    "route": "iiiipppppiddfpp",
+    "experts_fp4": "iiiiiiifpppdppp",
+    "sparse_decode": "iiipdpdpipdpipp",
+}
+_TYPES = {
+    "i": ctypes.c_int64,
+    "d": ctypes.c_int,
+    "f": ctypes.c_float,
+    "p": ctypes.c_void_p,
+}
+
+
+class Library(ctypes.PyDLL):
+    """The loaded functions. Calls keep the interpreter's lock: they take microseconds."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(str(path))
+        for name, letters in _SIGNATURES.items():
+            function = getattr(self, name)
+            function.argtypes = [_TYPES[letter] for letter in letters]
+            function.restype = ctypes.c_int
+
+
+def load_library(cache: Path | None = None) -> Library | str:
+    """The library, compiled if it has to be, or a sentence why there is none.
+
+    Args:
+        cache: where compiled libraries are kept; None for the user's cache directory.
+    """
+    compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
+    if platform.system() != "Linux" or compiler is None:
+        return "there is no C compiler (cc, gcc or clang) on Linux here"
+    try:
+        cache = cache or Path.home() / ".cache" / "metainfer" / "native"
+        path = cache / f"kernels-{_key(compiler)}.so"
+        if not path.exists():
+            cache.mkdir(parents=True, exist_ok=True, mode=0o700)
+            _compile(compiler, path)
+        return Library(path)
+    except (OSError, RuntimeError, subprocess.SubprocessError, AttributeError) as error:
+        return f"the C kernels cannot be built or loaded: {error}"
+
+
+def _key(compiler: str) -> str:
+    """Changes with everything that the machine code depends on."""
+    parts = [SOURCE.read_bytes(), compiler.encode(), repr(_FLAGS).encode(), _cpu()]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
+
+
+def _cpu() -> bytes:
+    """What -march=native looks at: a home directory may be shared by different machines."""
+    lines = Path("/proc/cpuinfo").read_bytes().split(b"\n\n")[0].splitlines()
+    wanted = (b"vendor_id", b"cpu family", b"model", b"flags", b"Features", b"CPU part")
+    kept = [line for line in lines if line.startswith(wanted)]
+    return platform.machine().encode() + b"".join(kept)
+
+
+def _compile(compiler: str, path: Path) -> None:
+    """Compile into `path`, which appears whole or not at all."""
+    handle, unfinished = tempfile.mkstemp(suffix=".so", dir=path.parent)
+    os.close(handle)
+    try:
+        done = subprocess.run(
+            [compiler, *_FLAGS, "-o", unfinished, str(SOURCE), "-lm"],
+            capture_output=True,
+            text=True,
+            timeout=_LONGEST_COMPILE_S,
+            check=False,
+        )
+        if done.returncode:
+            said = done.stderr.strip().splitlines() or ["no output"]
+            raise RuntimeError(f"{compiler} failed: {said[0]}")
+        os.replace(unfinished, path)
+    finally:
+        Path(unfinished).unlink(missing_ok=True)

@@ -1,0 +1,158 @@
+"""The C kernels: how they are built, what happens where they cannot be, and codes that are rare.
+That they fulfil their contracts is tested with those of all other backends."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from metainfer.kernels.builtin import builtin_registry
+from metainfer.kernels.cpu import BACKENDS as CPU_BACKENDS
+from metainfer.kernels.native import native_backends
+from metainfer.kernels.native.backend import FEW_ROWS, MOST_ELEMENTS
+from metainfer.kernels.native.library import Library, load_library
+from metainfer.kernels.reference import BACKENDS as REFERENCE_BACKENDS
+from metainfer.kernels.registry import Registry
+from metainfer.ops.base import Target
+from metainfer.ops.catalogue import OPS
+from metainfer.ops.hc import HyperCase
+from metainfer.ops.linear import Fp8BlockCase
+from metainfer.ops.moe import ExpertsCase
+
+CPU = Target("cpu")
+BUILT = load_library()
+needs_compiler = pytest.mark.skipif(isinstance(BUILT, str), reason=str(BUILT))
+
+
+def compiler(directory: Path, script: str) -> Path:
+    """A directory with a `cc` that is `script`."""
+    directory.mkdir()
+    path = directory / "cc"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return directory
+
+
+def test_without_a_compiler_torch_does_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    reason = load_library(tmp_path / "cache")
+    assert isinstance(reason, str) and "no C compiler" in reason
+    registry = Registry((*native_backends(reason), *CPU_BACKENDS, *REFERENCE_BACKENDS))
+    for op, contract in OPS.items():
+        for case in contract.small_cases:
+            assert registry.bind(op, case, CPU).backend in ("cpu", "reference")
+            said = dict(registry.explain(op, case, CPU)).get("native")
+            assert said is None or said.reason == reason
+
+
+def test_a_compiler_that_fails_is_named_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(compiler(tmp_path / "bin", "echo no such flag >&2; exit 1")))
+    reason = load_library(tmp_path / "cache")
+    assert isinstance(reason, str) and reason.endswith("cc failed: no such flag")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_compiler_that_writes_rubbish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(compiler(tmp_path / "bin", "exit 0")))
+    reason = load_library(tmp_path / "cache")
+    assert isinstance(reason, str) and "cannot be built or loaded" in reason
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert isinstance(load_library(tmp_path / "file" / "cache"), str)
+
+
+@needs_compiler
+def test_it_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(load_library(tmp_path / "cache"), Library)
+    (built,) = (tmp_path / "cache").iterdir()
+    before = built.stat()
+    assert isinstance(load_library(tmp_path / "cache"), Library)
+    assert built.stat() == before
+
+
+@needs_compiler
+def test_large_matrices_are_left_to_all_threads() -> None:
+    registry = builtin_registry()
+    side = 1024
+    assert side * side == MOST_ELEMENTS
+    for case, backend in (
+        (Fp8BlockCase(side, side), "native"),
+        (Fp8BlockCase(2 * side, side), "cpu"),
+    ):
+        assert registry.bind("linear.fp8_block", case, CPU).backend == backend
+    assert registry.bind("hc.mix", HyperCase(4, 16384), CPU).backend == "cpu"
+    experts = ExpertsCase(256, 6, 4096, 2048, 10.0)
+    assert registry.bind("moe.experts", experts, CPU).backend == "cpu"
+
+
+@needs_compiler
+@pytest.mark.parametrize("rows", [1, FEW_ROWS, FEW_ROWS + 1])
+def test_every_fp8_code_and_every_phase_of_the_columns(rows: int) -> None:
+    codes = torch.tensor([c for c in range(256) if c & 127 != 127], dtype=torch.uint8)
+    for columns in (1, 3, 16, 31, 254):
+        case = Fp8BlockCase(len(codes), columns, dtype="float32")
+        weight = codes.roll(columns).unsqueeze(1).repeat(1, columns)
+        scale = torch.full((-(-len(codes) // 128), -(-columns // 128)), 120, dtype=torch.uint8)
+        x_TI = torch.eye(columns)[:1].repeat(rows, 1)
+        kernel = builtin_registry().bind("linear.fp8_block", case, CPU)
+        assert kernel.backend == "native"
+        y_TO = kernel.run(kernel.prepare(weight.view(torch.float8_e4m3fn), scale), x_TI)
+        expected = weight[:, 0].view(torch.float8_e4m3fn).float() * 2.0**-7
+        assert torch.equal(y_TO, expected.expand(rows, -1))
+
+
+@needs_compiler
+@pytest.mark.parametrize("byte", [0, 1, 100, 127, 230])
+def test_fp4_experts_at_every_size_of_scale(byte: int) -> None:
+    case = ExpertsCase(4, 2, 32, 64, 1e30, "fp4_group", dtype="float32")
+    generator = torch.Generator().manual_seed(byte)
+
+    def matrix(rows: int, columns: int, scale: int) -> tuple[torch.Tensor, torch.Tensor]:
+        packed = torch.randint(0, 256, (4, rows, columns // 2), generator=generator)
+        scales = torch.full((4, rows, columns // 32), scale, dtype=torch.uint8)
+        return packed.to(torch.uint8), scales
+
+    weights = matrix(64, 32, 127), matrix(32, 64, byte), matrix(64, 32, 127)
+    x_TD = torch.randn(3, 32, generator=generator)
+    ids_TK = torch.tensor([[0, 3], [3, 1], [2, 3]])
+    shares_TK = torch.rand(3, 2, generator=generator)
+    results = []
+    for backend in ("native", "reference"):
+        kernel = builtin_registry().bind("moe.experts", case, CPU, f"*={backend}")
+        results.append(kernel.run(kernel.prepare(*weights), x_TD, ids_TK, shares_TK))
+    ours, theirs = results
+    assert theirs.isfinite().all() and theirs.abs().max() > 0
+    torch.testing.assert_close(ours / theirs.abs().max(), theirs / theirs.abs().max())
+
+
+@needs_compiler
+def test_experts_kept_in_parts_are_added_up() -> None:
+    case = ExpertsCase(3, 2, 1024, 640, 5.0, "fp4_group", dtype="float32")
+    generator = torch.Generator().manual_seed(4)
+
+    def matrix(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+        packed = torch.randint(0, 256, (3, rows, columns // 2), generator=generator)
+        scales = torch.randint(118, 122, (3, rows, columns // 32), generator=generator)
+        return packed.to(torch.uint8), scales.to(torch.uint8)
+
+    weights = matrix(640, 1024), matrix(1024, 640), matrix(640, 1024)
+    inputs = (
+        torch.randn(2, 1024, generator=generator),
+        torch.tensor([[0, 2], [2, 1]]),
+        torch.rand(2, 2, generator=generator),
+    )
+    native = {b.op: b for b in native_backends(BUILT)}["moe.experts"]
+    prepared = native.prepare(case, *weights)
+    assert prepared.parts > 1
+    reference = builtin_registry().bind("moe.experts", replace(case), CPU, "*=reference")
+    theirs = reference.run(reference.prepare(*weights), *inputs)
+    torch.testing.assert_close(native.run(case, prepared, *inputs), theirs, rtol=1e-4, atol=1e-2)
