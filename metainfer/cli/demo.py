@@ -36,7 +36,7 @@ from metainfer.hardware.machine import Machine
 from metainfer.hardware.probe import probe
 from metainfer.shipped import pebble_dir
 
-QUESTION = "Tell me a story about a dog and a river."
+QUESTION = "How do I bake bread?"
 _MOST_TOKENS = 160
 _START_S = 180.0  # a server that is not ready by then never will be
 _STOP_S = 30.0

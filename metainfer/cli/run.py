@@ -179,7 +179,7 @@ VERB = Verb(
     (("what is asked", RunOptions), ("sampling", SamplingOptions), ("engine", EngineSettings)),
     run,
     (
-        'metainfer run --prompt "Tell me a story about a dog and a river."',
+        'metainfer run --prompt "How do I bake bread?"',
         'metainfer run /data/model --raw --prompt "Once upon a time" --max-tokens 64',
         "metainfer run --prompt - --json < question.txt",
     ),
