@@ -72,7 +72,7 @@ class ChatEncoder:
         self._thinking = thinking
         self._options = deepseek_recipe.ConversionOptions()
         self._encoding = deepseek_recipe.DeepseekV4Encoding().with_tokenizer(
-            deepseek_recipe.Tokenizer.from_file(str(tokenizer.file))
+            deepseek_recipe.Tokenizer.from_str(tokenizer.to_json())
         )
 
     def encode(

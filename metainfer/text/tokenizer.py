@@ -74,6 +74,9 @@ class Tokenizer:
             raise UserError(f"{file} has a {kind} decoder; only ByteLevel tokenizers are supported")
         if not backend.get_vocab_size(with_added_tokens=True):
             raise CheckpointError(f"{file} has no tokens")
+        # Left over from training, these would cut prompts or fill them up without a word.
+        backend.no_truncation()
+        backend.no_padding()
         return cls(file, backend, config)
 
     def check_fits(self, vocab_size: int, bos_token_id: int, eos_token_ids: Sequence[int]) -> None:
@@ -117,6 +120,11 @@ class Tokenizer:
         if wants_bos and bos is not None and ids[:1] != [bos]:
             ids.insert(0, bos)
         return ids
+
+    def to_json(self) -> str:
+        """The tokenizer as a `tokenizer.json`, for other libraries that encode with it."""
+        text: str = self._backend.to_str()
+        return text
 
     def least_tokens(self, text: str) -> int:
         """No encoding of `text` has fewer tokens; found without encoding it, for texts so long

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from metainfer.core.errors import CheckpointError, RequestError, UserError
+from metainfer.text.chat import ChatEncoder
 from metainfer.text.generation_config import GenerationConfig
 from metainfer.text.tokenizer import IncrementalDecoder, Tokenizer
 from tests.fakes.tiny_tokenizer import EOS, tiny_tokenizer, write_tokenizer
@@ -129,6 +130,22 @@ def test_bos_is_added_where_the_config_says_so(tmp_path: Path) -> None:
     assert tokenizer.encode("a")[0] == bos
     assert tokenizer.encode("a", add_special_tokens=False)[0] != bos
     assert tokenizer.encode("<｜begin▁of▁sentence｜>a").count(bos) == 1
+
+
+def test_lengths_in_the_file_neither_cut_nor_fill_prompts(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "hello world " * 20}]
+    plain = tiny_tokenizer(tmp_path)
+    wanted = plain.encode("hello world " * 20)
+    chat = ChatEncoder(plain, thinking=False).encode(messages)
+    record = json.loads(plain.file.read_text(encoding="utf-8"))
+    cut = {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
+    fill = {"strategy": {"Fixed": 999}, "direction": "Right", "pad_to_multiple_of": None}
+    fill |= {"pad_id": 0, "pad_type_id": 0, "pad_token": "x"}
+    for left_over in ({"truncation": cut}, {"padding": fill}):
+        plain.file.write_text(json.dumps(record | left_over), encoding="utf-8")
+        tokenizer = Tokenizer.load(tmp_path)
+        assert tokenizer.encode("hello world " * 20) == wanted
+        assert ChatEncoder(tokenizer, thinking=False).encode(messages) == chat
 
 
 def test_lone_surrogates_are_refused(tokenizer: Tokenizer) -> None:
