@@ -11,6 +11,7 @@ import torch
 from metainfer.core.errors import UserError
 from metainfer.kernels.builtin import builtin_registry
 from metainfer.kernels.cpu import attention, compress, hc, index, linear, moe, norm, rope
+from metainfer.kernels.cpu.product import product
 from metainfer.kernels.cpu.tiles import row_tiles
 from metainfer.kernels.cpu.unpack import fp4_weights, fp8_weight
 from metainfer.kernels.reference import dequantise
@@ -137,3 +138,17 @@ def parts(weights: Any) -> Iterator[torch.Tensor]:
 
 def nbytes(weights: Any) -> int:
     return sum(t.nbytes for t in parts((weights,)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [0, 1, 31, 32, 33, 256, 257, 511, 512, 600])
+def test_product_in_few_shapes_is_the_product(rows: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    wide = torch.randn(rows, 96, generator=generator).to(dtype)
+    weight_OI = torch.randn(40, 64, generator=generator).to(dtype)
+    for x_TI in (wide[:, :64].contiguous(), wide[:, 16:80]):
+        y_TO = product(x_TI, weight_OI)
+        assert y_TO.shape == (rows, 40) and y_TO.dtype is dtype and y_TO.is_contiguous()
+        expected = (x_TI.double() @ weight_OI.double().T).to(dtype)
+        near = 1e-2 if dtype is torch.bfloat16 else 1e-5
+        torch.testing.assert_close(y_TO, expected, rtol=near, atol=near)

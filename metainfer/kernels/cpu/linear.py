@@ -6,6 +6,7 @@ import torch
 from torch.nn.functional import linear
 
 from metainfer.kernels.cpu.backend import cpu_backend, expanded_backend
+from metainfer.kernels.cpu.product import product
 from metainfer.kernels.cpu.tiles import is_one_tile, row_tiles
 from metainfer.kernels.cpu.unpack import Fp8Weight, fp8_weight
 from metainfer.kernels.reference.dequantise import to_float
@@ -48,7 +49,7 @@ def fp8_block(case: Fp8BlockCase, weight: Fp8Weight, x_TI: torch.Tensor) -> torc
 def _fp8_rows(weight: Fp8Weight, x_TI: torch.Tensor) -> torch.Tensor:
     """The products with whole blocks of rows, in the case's dtype."""
     if len(x_TI) > _FEW_ROWS:
-        return linear(x_TI, weight.unpack().to(x_TI.dtype))
+        return product(x_TI, weight.unpack().to(x_TI.dtype))
     y_BTO = torch.bmm(x_TI * weight.factor, weight.unscaled().transpose(1, 2))
     return y_BTO.transpose(0, 1).flatten(1).to(x_TI.dtype)
 
@@ -60,7 +61,7 @@ def prepare_expanded(
 
 
 def expanded(case: Fp8BlockCase, weight_OI: torch.Tensor, x_TI: torch.Tensor) -> torch.Tensor:
-    return linear(x_TI, weight_OI)
+    return product(x_TI, weight_OI) if len(x_TI) > _FEW_ROWS else linear(x_TI, weight_OI)
 
 
 def prepare_grouped(case: GroupedCase, *weights: torch.Tensor) -> Fp8Weight | torch.Tensor:

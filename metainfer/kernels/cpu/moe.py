@@ -9,6 +9,7 @@ import torch
 from torch.nn.functional import linear, silu, softplus
 
 from metainfer.kernels.cpu.backend import cpu_backend, expanded_backend, on_cpu
+from metainfer.kernels.cpu.product import product
 from metainfer.kernels.cpu.tiles import row_tiles
 from metainfer.kernels.cpu.unpack import Fp4Weights, Fp8Weight, fp4_weights, fp8_weight
 from metainfer.kernels.reference.dequantise import to_float
@@ -235,8 +236,8 @@ def _experts_of_many(
         rows, share = row_of[first : first + count], share_of[first : first + count]
         first += count
         gate_up_FD, down_DF = weights.of(case, expert)
-        hidden = swiglu(case, linear(x_TD.index_select(0, rows), gate_up_FD.to(dtype)))
-        out = linear(hidden, down_DF.to(dtype))
+        hidden = swiglu(case, product(x_TD.index_select(0, rows), gate_up_FD.to(dtype)))
+        out = product(hidden, down_DF.to(dtype))
         y_TD.index_add_(0, rows, out.float().mul_(share))
     return y_TD
 
