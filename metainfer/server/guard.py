@@ -23,6 +23,7 @@ OPEN_PATHS = frozenset({"/health", "/ready"})
 """What load balancers ask without a key."""
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_METHODS = frozenset({"GET", "HEAD", "POST", "OPTIONS"})
 _CLIENT_GONE_STATUS = 499  # nginx's number; only the log and the metrics see it
 
 
@@ -91,8 +92,10 @@ class Guard:
     def _record(self, scope: Scope, request_id: str, status: int, seconds: float) -> None:
         route = scope.get("route")
         path = getattr(route, "path", "other")
-        self._service.metrics.on_answer(scope["method"], path, status)
-        logger.info("%s %s %s %d %.3fs", request_id, scope["method"], path, status, seconds)
+        # A client may spell any method: each would be a series that is kept for ever.
+        method = scope["method"] if scope["method"] in _METHODS else "other"
+        self._service.metrics.on_answer(method, path, status)
+        logger.info("%s %s %s %d %.3fs", request_id, method, path, status, seconds)
 
 
 class _Answer:

@@ -157,7 +157,7 @@ class Metrics:
                 self._observe("request_time_per_output_token_seconds", per_token_s)
 
     def on_answer(self, method: str, route: str, status: int) -> None:
-        """One HTTP answer. `route` is a path of the API, never free text."""
+        """One HTTP answer. `method` and `route` are those of the API, never free text."""
         self._count("http_requests", 1, method, route, str(status))
 
     def _count(self, name: str, amount: float, *labels: str) -> None:

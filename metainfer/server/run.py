@@ -17,6 +17,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from metainfer.core.errors import UserError
+from metainfer.llm.dispatch import Dispatcher
 from metainfer.server.connection import Connection
 from metainfer.server.service import SHUTTING_DOWN, Service
 
@@ -121,21 +122,22 @@ class _Server(uvicorn.Server):
         self._service.ready = False
         loop = asyncio.get_running_loop()
         drain_s = self._service.settings.drain_s
+        dispatcher = self._service.dispatcher
         timers = (
-            loop.call_later(drain_s, self._service.dispatcher.fail_all, SHUTTING_DOWN),
+            loop.call_later(drain_s, dispatcher.fail_all, SHUTTING_DOWN),
             loop.call_later(drain_s + _GRACE_S, self._cut_all),
         )
         try:
             await super().shutdown(sockets)
             if self.force_exit:
-                await self._end_at_once()
+                await self._end_at_once(dispatcher)
         finally:
             for timer in timers:
                 timer.cancel()
 
-    async def _end_at_once(self) -> None:
-        """What uvicorn leaves undone after a second Ctrl-C."""
-        self._service.dispatcher.fail_all(SHUTTING_DOWN)
+    async def _end_at_once(self, dispatcher: Dispatcher) -> None:
+        """What uvicorn leaves undone after a second Ctrl-C, whenever that came."""
+        dispatcher.fail_all(SHUTTING_DOWN)
         await asyncio.sleep(_AT_ONCE_S)  # for the clients that do read
         self._cut_all()
         await asyncio.sleep(_AT_ONCE_S)

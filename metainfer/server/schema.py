@@ -24,6 +24,8 @@ from metainfer.text.generation_config import GenerationConfig
 
 UNSUPPORTED = "unsupported_parameter"
 
+_MOST_DIGITS = 20  # of a token id
+
 _NOT_SUPPORTED_ANYWHERE: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         "bad_words": ([],),
@@ -354,14 +356,16 @@ def _biases(by_spelling: Mapping[str, float], vocab_size: int) -> dict[int, floa
     """The keys of `logit_bias` are token ids as JSON can spell them."""
     biases = {}
     for spelling, bias in by_spelling.items():
-        if not spelling.isascii() or not spelling.isdigit():
+        # No id has more digits, and of thousands Python makes no number at all.
+        if not spelling.isascii() or not spelling.isdigit() or len(spelling) > _MOST_DIGITS:
             raise RequestError(
                 f"logit_bias has the key {spelling[:20]!r}, which is not a token id",
                 param="logit_bias",
                 code="invalid_value",
             )
-        check_token_id(int(spelling[:20]), vocab_size, "logit_bias")
-        biases[int(spelling)] = bias
+        token_id = int(spelling)
+        check_token_id(token_id, vocab_size, "logit_bias")
+        biases[token_id] = bias
     return biases
 
 

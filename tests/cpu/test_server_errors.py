@@ -134,6 +134,7 @@ def test_what_is_not_supported_is_named(
         (CHAT, chat(logit_bias={str(VOCAB): 1}), "logit_bias"),
         (CHAT, chat(logit_bias={"5": 200}), "logit_bias"),
         (CHAT, chat(logit_bias={"9" * 5000: 1}), "logit_bias"),
+        (CHAT, chat(logit_bias={"0" * 20 + "9" * 5000: 1}), "logit_bias"),
         (CHAT, chat(stop_token_ids=[VOCAB]), "stop_token_ids"),
         (CHAT, chat(allowed_token_ids=[]), "allowed_token_ids"),
         (CHAT, chat(top_logprobs=2), "top_logprobs"),
@@ -297,6 +298,17 @@ def test_paths_and_methods_that_are_not_there(http: httpx.Client) -> None:
     error_of(answer, 405)
     assert answer.headers["allow"] == "POST"
     assert http.head("/health").status_code == 200
+
+
+def test_methods_that_clients_make_up_are_one_series_and_one_word(
+    http: httpx.Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "metainfer"):
+        for method in ("MADEUP1", "MADEUP2"):
+            error_of(http.request(method, "/v1/models"), 405)
+    page = http.get("/metrics").text
+    assert 'method="other",model_name="tiny",route="/v1/models",status="405"} 2.0' in page
+    assert "MADEUP" not in page and "MADEUP" not in caplog.text
 
 
 def test_a_mistake_of_the_server_is_a_500_with_an_id(
