@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
+import secrets
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -47,15 +46,19 @@ def commit() -> str:
 
 def write_json(path: Path, record: Mapping[str, Any]) -> None:
     """Write a record whole or not at all. Raises OSError."""
+    write_whole(path, (json.dumps(record, indent=2) + "\n").encode())
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all, readable by whom the umask says. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(record, file, indent=2)
-            file.write("\n")
-        Path(name).replace(path)
+        with unfinished.open("xb") as file:
+            file.write(data)
+        unfinished.replace(path)
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        unfinished.unlink(missing_ok=True)
         raise
 
 

@@ -38,7 +38,7 @@ class Verb:
 def parse(verb: Verb, arguments: Sequence[str], environment: Mapping[str, str]) -> list[Any]:
     """One instance of each of the verb's records. Raises UserError naming the flag at fault."""
     parser = _Parser(verb)
-    namespace, unknown = parser.parse_known_args(list(arguments))
+    namespace, unknown = parser.parse_known_intermixed_args(list(arguments))
     for word in unknown:
         raise _unknown_argument(verb, word)
     return [read_flags(namespace, record, environment) for _, record in verb.records]

@@ -130,7 +130,8 @@ def add_flags(parser: argparse.ArgumentParser, record: type) -> None:
         if bound.flag.positional:
             # Parsed in `read_flags`: argparse would pass the absent value through the parser.
             del settings["type"]
-            parser.add_argument(bound.field_name, nargs="?", **settings)
+            settings["nargs"] = "*" if bound.flag.many else "?"
+            parser.add_argument(bound.field_name, **settings)
             names = bound.flag.aliases
         else:
             names = (bound.flag.name, *bound.flag.aliases)
@@ -147,7 +148,10 @@ def read_flags(namespace: argparse.Namespace, record: type, environment: Mapping
     for bound in flags_of(record):
         name, value = bound.field_name, getattr(namespace, bound.field_name, None)
         variable = environment.get(bound.flag.env) if bound.flag.env else None
-        if value is not None and bound.flag.positional:
+        if bound.flag.positional and isinstance(value, list):
+            words = [_parse_named(bound, word, bound.flag.name) for word in value]
+            values[name] = tuple(words)
+        elif value is not None and bound.flag.positional:
             values[name] = _parse_named(bound, value, bound.flag.name)
         elif value is not None or hasattr(namespace, name):
             values[name] = tuple(value) if isinstance(value, list) else value
@@ -162,8 +166,9 @@ def read_flags(namespace: argparse.Namespace, record: type, environment: Mapping
 def _parse_named(bound: BoundFlag, text: str, source: str) -> Any:
     """Parse the text of a value and name its source in the error."""
     parse = value_parser(bound)
+    words = bound.flag.many and not bound.flag.positional  # those of a command line are separate
     try:
-        return tuple(map(parse, text.split())) if bound.flag.many else parse(text)
+        return tuple(map(parse, text.split())) if words else parse(text)
     except argparse.ArgumentTypeError as error:
         raise UserError(f"{source}: {error}") from error
 
@@ -212,7 +217,8 @@ def help_rows(record: type) -> Iterator[tuple[str, str]]:
 def written_form(bound: BoundFlag) -> str:
     """How help shows it: `--max-model-len TOKENS`, `--json`, `[MODEL]`."""
     if bound.flag.positional:
-        return bound.flag.name if bound.required else f"[{bound.flag.name}]"
+        name = f"{bound.flag.name} ..." if bound.flag.many else bound.flag.name
+        return name if bound.required else f"[{name}]"
     names = bound.flag.name
     if bound.kind is bool:
         return names if bound.default is False else f"{names}, --no-{names.removeprefix('--')}"

@@ -16,7 +16,10 @@ from tests.fakes.command import metainfer
 GOLDEN = Path(__file__).parents[1] / "golden" / "help"
 
 # What help must do without, for it to come at once.
-HEAVY = ("torch", "transformers", "triton", "numpy", "tokenizers", "fastapi", "pydantic", "uvicorn")
+HEAVY = (
+    "torch", "transformers", "triton", "numpy", "tokenizers", "fastapi", "pydantic", "uvicorn",
+    "matplotlib",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("verb", ["", *VERBS])

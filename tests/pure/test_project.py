@@ -73,7 +73,7 @@ def test_every_dependency_is_used_and_explained() -> None:
         for extra, lines in table["optional-dependencies"].items()  # type: ignore[attr-defined]
     }
     used = {name.replace("_", "-") for path in MODULES for name in imported(path)}
-    for name in base | extras["server"] | extras["bench"]:
+    for name in base | extras["server"] | extras["bench"] | extras["report"]:
         assert name in used, f"nothing imports {name}"
 
     text = (ROOT / "docs" / "dependencies.md").read_text(encoding="utf-8")
