@@ -118,10 +118,12 @@ class Dispatcher:
         try:
             while not self._closing.is_set():
                 events = self._client.events(_DRAIN_TIMEOUT_S)
+                if not events and not self._client.stats().alive:
+                    events = self._client.events(_DRAIN_TIMEOUT_S)  # what it said before it stopped
+                    if not events:
+                        raise RuntimeError("the engine has stopped")
                 if events:
                     self._post(lambda events=events: self._route(events))  # type: ignore[misc]
-                elif not self._client.stats().alive:
-                    raise RuntimeError("the engine has stopped")
         except Exception as error:
             if self._closing.is_set():
                 return

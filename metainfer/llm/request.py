@@ -59,7 +59,12 @@ class SamplingParams:
         )
         for name in ("presence_penalty", "frequency_penalty"):
             _require(-2.0 <= getattr(self, name) <= 2.0, name, "must be between -2 and 2")
-        _require(0.0 < self.repetition_penalty <= 100.0, "repetition_penalty", "must be above 0")
+        # Logits divided by much less would be infinite.
+        _require(
+            0.01 <= self.repetition_penalty <= 100.0,
+            "repetition_penalty",
+            "must be between 0.01 and 100",
+        )
         for bias in self.logit_bias.values():
             _require(-100.0 <= bias <= 100.0, "logit_bias", "values must be between -100 and 100")
         for name in ("logprobs", "prompt_logprobs"):

@@ -78,6 +78,7 @@ def build_plan(
     draft_rows = Value(0, Origin.DEFAULT, "speculation is off")
     fixed = Fixed(
         device_name=target.type,
+        gpu=_gpu_index(machine, target),
         compute_dtype=compute_dtype.value,
         cache_dtype=cache_dtype.value,
         residency=residency.value,
@@ -117,6 +118,12 @@ def _uncovered(capabilities: Capabilities) -> list[str]:
     return [op for op in OPS if not capabilities.covered(op)]
 
 
+def _gpu_index(machine: Machine, target: Target) -> int:
+    """Which of the machine's GPUs `choose_target` chose: the first of its kind. 0 on the CPU."""
+    gpus: tuple[Gpu, ...] = () if isinstance(machine.gpus, Unknown) else machine.gpus
+    return next((n for n, gpu in enumerate(gpus) if gpu.capability == target.capability), 0)
+
+
 def _device(machine: Machine, settings: EngineSettings, capabilities: Capabilities) -> Value[str]:
     target = capabilities.target
     missing = _uncovered(capabilities)
@@ -126,7 +133,7 @@ def _device(machine: Machine, settings: EngineSettings, capabilities: Capabiliti
             f"{target} has no kernels for {len(missing)} of {len(OPS)} operations ({listed})",
             hint="leave --device out to run where all operations have one",
         )
-    name = "cuda:0" if target.type == "cuda" else target.type
+    name = f"cuda:{_gpu_index(machine, target)}" if target.type == "cuda" else target.type
     if settings.device is not None:
         return Value(name, Origin.FLAG, "given with --device")
     if target.type == "cuda":

@@ -25,9 +25,10 @@ _DEFAULT_SEQS = 64
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """What is settled before memory is divided."""
+    """What is settled before memory is divided. `gpu`: which one of the machine's, on a GPU."""
 
     device_name: str
+    gpu: int
     compute_dtype: str
     cache_dtype: str
     residency: str
@@ -110,7 +111,7 @@ def _free_bytes(machine: Machine, fixed: Fixed) -> int | Unknown:
         return machine.memory.available_bytes
     if isinstance(machine.gpus, Unknown):
         return machine.gpus
-    return machine.gpus[0].free_bytes if machine.gpus else Unknown("no GPU is listed")
+    return machine.gpus[fixed.gpu].free_bytes if machine.gpus else Unknown("no GPU is listed")
 
 
 @dataclass(frozen=True, slots=True)

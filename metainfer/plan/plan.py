@@ -42,7 +42,7 @@ class Plan:
     """The choices of a one-rank engine. Bytes are bytes, lengths are tokens.
 
     Attributes:
-        device: "cpu" or "cuda:0".
+        device: "cpu", or such as "cuda:0".
         compute_dtype: "float32" or "bfloat16": activations and matrix products.
         cache_dtype: format of the latent caches, "float32" or "bfloat16".
         tensor_parallel_size: ranks that share the model (1 here).

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from metainfer.core.errors import RequestError
 from metainfer.core.events import TokenLogprob
 from metainfer.llm.request import Request, SamplingParams
 from metainfer.llm.sample import Draw, Row, SequenceSampling, sample, token_logprobs
@@ -75,35 +76,35 @@ def test_no_token_left_is_an_error_of_that_row(temperature):
 
 
 def test_penalties_follow_their_formulas():
-    logits = some_logits(1)[0]
     prompt, output = (1, 2, 3, 3), (5, 5, 2)
-    expected = logits.clone()
-    for token in (1, 2, 3, 5):
-        value = expected[token]
-        expected[token] = value / 1.3 if value > 0 else value * 1.3
-    for token, count in ((5, 2), (2, 1)):
-        expected[token] -= 0.4 * count + 0.7
-    penalties = {
-        "repetition_penalty": 1.3,
-        "frequency_penalty": 0.4,
-        "presence_penalty": 0.7,
-    }
-    # The penalised logits show in which bias just makes a token win.
-    best = float(expected.max())
-    for token in (1, 2, 3, 5, 8):
-        gap = best - float(expected[token])
-        if 0 < gap < 90:
-            more = greedy_after(
-                logits, prompt=prompt, output=output, **penalties, logit_bias={90: 0.0}
-            )
-            assert more == int(expected.argmax())
-    (draw,) = sample(logits[None], [row(prompt, output, temperature=0.0, **penalties)])
-    assert draw.token_id == int(expected.argmax())
-    # Drafts count like output.
-    first = sample(
-        logits[None], [row(prompt, output[:1], output[1:], temperature=0.0, **penalties)]
-    )
-    assert first[0].token_id == draw.token_id
+    penalties = {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.7}
+    winners = set()
+    for logits in some_logits(200):
+        logits[[1, 2, 3, 5, 8]] += 6.0  # what is penalised competes with what is not
+        expected = logits.clone()
+        for token in (1, 2, 3, 5):
+            value = expected[token]
+            expected[token] = value / 1.3 if value > 0 else value * 1.3
+        for token, count in ((5, 2), (2, 1)):
+            expected[token] -= 0.4 * count + 0.7
+        winner = int(expected.argmax())
+        winners.add(winner)
+        assert greedy_after(logits, prompt=prompt, output=output, **penalties) == winner
+        # Drafts count like output.
+        drafted = {"output": output[:1], "drafts": output[1:]}
+        assert greedy_after(logits, prompt=prompt, **drafted, **penalties) == winner
+    assert {1, 2, 3, 5, 8} <= winners
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_least_repetition_penalty_leaves_numbers(temperature):
+    logits = some_logits(1)
+    logits[0, 1:4] = torch.tensor([-50.0, 60.0, 50.0])
+    params = {"temperature": temperature, "repetition_penalty": 0.01}
+    (draw,) = sample(logits, [row((1, 2, 3), **params)])
+    assert draw.error is None and draw.token_id == 2
+    with pytest.raises(RequestError, match=r"repetition_penalty must be between 0\.01 and 100"):
+        SamplingParams(repetition_penalty=1e-40)  # it made logits infinite
 
 
 def test_penalties_of_one_row_leave_the_others_alone():

@@ -130,6 +130,7 @@ def test_what_is_not_supported_is_named(
         (CHAT, chat(stop=["a"] * 17), "stop"),
         (CHAT, chat(seed=2**63), "seed"),
         (CHAT, chat(presence_penalty=3), "presence_penalty"),
+        (CHAT, chat(repetition_penalty=1e-40), "repetition_penalty"),
         (CHAT, chat(logit_bias={"x": 1}), "logit_bias"),
         (CHAT, chat(logit_bias={str(VOCAB): 1}), "logit_bias"),
         (CHAT, chat(logit_bias={"5": 200}), "logit_bias"),

@@ -153,6 +153,12 @@ class FakeEngine:
     def __exit__(self, *_: object) -> None:
         self.die()
 
+    def say(self, event: EngineEvent) -> None:
+        """Send one event, whatever it is about."""
+        with self._changed:
+            self._events.append(event)
+            self._changed.notify_all()
+
     def die(self) -> None:
         """Stop for good, without a word to the requests that run."""
         with self._changed:

@@ -11,7 +11,15 @@ from itertools import count
 import pytest
 
 from metainfer.core.errors import RequestError
-from metainfer.core.events import FinishReason, GenerationEnd, TextDelta, TextEvent
+from metainfer.core.events import (
+    FinishEvent,
+    FinishReason,
+    GenerationEnd,
+    TextDelta,
+    TextEvent,
+    Usage,
+)
+from metainfer.llm.client import EngineStats
 from metainfer.llm.dispatch import Call, Dispatcher
 from metainfer.llm.generation import Generation, TextOptions
 from metainfer.llm.request import Request, SamplingParams
@@ -196,6 +204,30 @@ def test_an_engine_that_dies_ends_every_call(
     with pytest.raises(RequestError) as caught:
         Call(dispatcher, [generation(tokenizer, "y")]).open()
     assert caught.value.status == 503
+
+
+def test_what_an_engine_says_as_it_dies_is_passed_on(
+    engine: FakeEngine, dispatcher: Dispatcher, tokenizer: Tokenizer
+) -> None:
+    """Its last events come between the dispatcher's look for some and its look whether it lives."""
+    last_words = threading.Event()
+    stats = engine.stats
+
+    def stats_after_last_words() -> EngineStats:
+        if not last_words.is_set():
+            last_words.set()
+            (request,) = engine.submitted
+            reason = FinishReason.ERROR
+            engine.say(FinishEvent(request.request_id, reason, Usage(1, 0), error="It broke."))
+            engine.die()
+        return stats()
+
+    engine.flowing.clear()
+    call = Call(dispatcher, [generation(tokenizer, "x")])
+    call.open()
+    engine.stats = stats_after_last_words  # type: ignore[method-assign]
+    ((_, end),) = call.iterate()
+    assert isinstance(end, GenerationEnd) and end.error == "It broke."
 
 
 def test_in_asyncio_silence_is_told_and_events_arrive_in_the_loop(

@@ -236,6 +236,10 @@ def test_the_device_is_the_first_gpu_on_which_everything_runs():
         return str(choose_target(make_machine(gpus=gpus), EngineSettings(**flags), able).target)
 
     assert chosen((old, new)) == chosen((old, new), device="cuda") == "cuda:sm_120"
+    both = make_machine(gpus=(replace(old, free_bytes=GIB // 4), new))
+    made = plan(both, able=able(Target("cuda", (12, 0))))
+    assert made.device.value == "cuda:1"
+    assert made.num_blocks.value == plan(make_machine(gpus=(new,))).num_blocks.value
     assert chosen((old,)) == chosen((new,), device="cpu") == chosen(()) == "cpu"
     assert chosen((old,), device="cuda") == "cuda:sm_80"  # and build_plan says what it lacks
     assert "lacks kernels" in plan(make_machine(gpus=(old,))).device.reason
