@@ -25,7 +25,8 @@ FOREIGN_FLAGS: Mapping[str, str] = MappingProxyType(
         "--cuda-graph-max-bs": _NO_GRAPHS,
         "--data-parallel-size": "start one server per replica: leave it out",
         "--disable-cuda-graph": _NO_GRAPHS,
-        "--disable-log-requests": "requests are not logged: leave it out",
+        "--disable-log-requests": "a request is a line of the log that holds nothing it says:"
+        " leave it out, or give --log-level warning",
         "--disable-radix-cache": _NO_PREFIX_CACHE,
         "--dp-size": "start one server per replica: leave it out",
         "--enable-auto-tool-choice": "tool calls are always parsed: leave it out",

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from metainfer.kernels.builtin import builtin_registry
+from metainfer.kernels import builtin
 from metainfer.kernels.cpu import BACKENDS as CPU_BACKENDS
 from metainfer.kernels.native import native_backends
 from metainfer.kernels.native.backend import FEW_ROWS, MOST_ELEMENTS
@@ -48,6 +49,15 @@ def test_without_a_compiler_torch_does_the_work(
             assert registry.bind(op, case, CPU).backend in ("cpu", "reference")
             said = dict(registry.explain(op, case, CPU)).get("native")
             assert said is None or said.reason == reason
+
+
+def test_slower_steps_are_no_secret(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(builtin, "load_library", lambda: "there is no C compiler")
+    builtin.builtin_registry()
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and "there is no C compiler" in record.message
 
 
 def test_a_compiler_that_fails_is_named_and_leaves_nothing(

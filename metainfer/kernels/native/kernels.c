@@ -1,6 +1,6 @@
 /* Kernels for steps of few rows, where each call into torch costs more than its arithmetic.
 
-   Compiled on demand by compile.py. Every function works in fp32 on one thread, with its numbers
+   Compiled on demand by library.py. Every function works in fp32 on one thread, with its numbers
    in and out in fp32 or, where the flag beside the pointer is 1, in bf16. Strides are in elements.
    Each returns 0, or 1 where memory ran out. NaN and infinities keep their meaning: see the flags.
 */
