@@ -24,8 +24,6 @@ from metainfer.text.generation_config import GenerationConfig
 
 UNSUPPORTED = "unsupported_parameter"
 
-_MOST_DIGITS = 20  # of a token id
-
 _NOT_SUPPORTED_ANYWHERE: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         "bad_words": ([],),
@@ -357,7 +355,7 @@ def _biases(by_spelling: Mapping[str, float], vocab_size: int) -> dict[int, floa
     biases = {}
     for spelling, bias in by_spelling.items():
         # No id has more digits, and of thousands Python makes no number at all.
-        if not spelling.isascii() or not spelling.isdigit() or len(spelling) > _MOST_DIGITS:
+        if not spelling.isascii() or not spelling.isdigit() or len(spelling) > 20:
             raise RequestError(
                 f"logit_bias has the key {spelling[:20]!r}, which is not a token id",
                 param="logit_bias",

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from metainfer.kernels.builtin import builtin_registry
 from metainfer.kernels import builtin
+from metainfer.kernels.builtin import builtin_registry
 from metainfer.kernels.cpu import BACKENDS as CPU_BACKENDS
 from metainfer.kernels.native import native_backends
 from metainfer.kernels.native.backend import FEW_ROWS, MOST_ELEMENTS
