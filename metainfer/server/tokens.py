@@ -20,16 +20,7 @@ async def tokenize(request: Request, service: Service) -> Response:
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("give either prompt or messages", param="prompt", code="invalid_value")
-    tokens = await asyncio.to_thread(_encode, service, body)
-    answer: dict[str, Any] = {
-        "count": len(tokens),
-        "max_model_len": service.max_model_len,
-        "tokens": tokens,
-        "token_strs": None,
-    }
-    if body.return_token_strs:
-        answer["token_strs"] = [service.tokenizer.token_text(token_id) for token_id in tokens]
-    return JSONResponse(answer)
+    return JSONResponse(await asyncio.to_thread(_tokenized, service, body))
 
 
 async def detokenize(request: Request, service: Service) -> Response:
@@ -42,7 +33,16 @@ async def detokenize(request: Request, service: Service) -> Response:
     return JSONResponse({"prompt": prompt})
 
 
-def _encode(service: Service, body: TokenizeBody) -> list[int]:
+def _tokenized(service: Service, body: TokenizeBody) -> dict[str, Any]:
+    """The answer. Seconds for the longest texts: call it in a thread."""
     if body.messages is None:
-        return service.tokenizer.encode(body.prompt or "", body.add_special_tokens)
-    return list(service.encode_chat(body).token_ids)
+        tokens = service.tokenizer.encode(body.prompt or "", body.add_special_tokens)
+    else:
+        tokens = list(service.encode_chat(body).token_ids)
+    texts = map(service.tokenizer.token_text, tokens) if body.return_token_strs else None
+    return {
+        "count": len(tokens),
+        "max_model_len": service.max_model_len,
+        "tokens": tokens,
+        "token_strs": None if texts is None else list(texts),
+    }

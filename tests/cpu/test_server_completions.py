@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from typing import Any
 
@@ -183,6 +184,25 @@ def test_tokens_and_text_and_back(bench: Bench) -> None:
         body = {"model": MODEL, "prompt": "Hi", "return_token_strs": True}
         assert "".join(http.post("/tokenize", json=body).json()["token_strs"]) == "Hi"
         assert http.post("/detokenize", json={"tokens": []}).json() == {"prompt": ""}
+
+
+def test_long_texts_are_taken_apart_beside_the_event_loop(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seconds of work for the longest ones, in which nobody else would be answered."""
+    tokenizer = bench.served.service.tokenizer
+    found = []
+
+    def in_the_event_loop(*_: Any) -> str:
+        found.append(asyncio._get_running_loop() is not None)
+        return ""
+
+    for name in ("token_text", "decode"):
+        monkeypatch.setattr(tokenizer, name, in_the_event_loop)
+    with bench.served.http() as http:
+        http.post("/tokenize", json={"prompt": "Hi", "return_token_strs": True})
+        http.post("/detokenize", json={"tokens": [40]})
+    assert len(found) >= 2 and not any(found)
 
 
 def test_the_tokens_of_a_conversation_are_those_the_model_gets(
