@@ -229,7 +229,6 @@ def _make_runner(
         group=Group(),
         device=device,
         compute_dtype=getattr(torch, plan.compute_dtype.value),
-        residency=plan.weights_residency.value,
         draft_rows=draft_rows,
     )
     cache = CacheStorage(

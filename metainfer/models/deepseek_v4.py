@@ -9,7 +9,7 @@ from metainfer.comm.group import Group
 from metainfer.core.errors import MetainferError
 from metainfer.kernels.registry import Registry
 from metainfer.nn.attention import Attention
-from metainfer.nn.builder import QUANTISED, LayerBuilder
+from metainfer.nn.builder import LayerBuilder
 from metainfer.nn.cache import CacheStorage
 from metainfer.nn.hyper import HyperConnection, HyperHead
 from metainfer.nn.inputs import StepInputs
@@ -61,7 +61,6 @@ class DeepseekV4:
         device: torch.device,
         compute_dtype: torch.dtype,
         stream_dtype: torch.dtype | None = None,
-        residency: str = QUANTISED,
         draft_rows: int = 0,
     ) -> None:
         """Read all weights and bind all kernels.
@@ -69,8 +68,6 @@ class DeepseekV4:
         Args:
             kernel_order: as `Registry.bind` takes it.
             stream_dtype: format of the residual streams; None for the compute dtype.
-            residency: "quantised" (as stored) or "expanded" (unpacked once, by the backends that
-                do so), for the ops that `kernel_order` does not name.
             draft_rows: as in `arch.cache_kinds.cache_kinds`; the cache must have the same.
 
         Raises:
@@ -86,7 +83,6 @@ class DeepseekV4:
             registry=registry,
             target=target,
             kernel_order=kernel_order,
-            residency=residency,
             group=group,
             device=device,
             compute_dtype=compute_dtype,

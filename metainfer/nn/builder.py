@@ -13,12 +13,10 @@ import torch
 from metainfer.arch.record import Arch
 from metainfer.comm.group import Group
 from metainfer.core.errors import UserError
-from metainfer.kernels.registry import ALL_OPS, Registry
+from metainfer.kernels.registry import Registry
 from metainfer.ops.base import Target
 from metainfer.weights.formats import DenseWeight, Fp8BlockWeight, Weight
 from metainfer.weights.load import Checkpoint
-
-QUANTISED, EXPANDED = "quantised", "expanded"
 
 _DTYPE_NAMES: Mapping[torch.dtype, str] = MappingProxyType(
     {torch.float32: "float32", torch.bfloat16: "bfloat16"}
@@ -52,7 +50,6 @@ class LayerBuilder:
         registry: Registry,
         target: Target,
         kernel_order: str,
-        residency: str,
         group: Group,
         device: torch.device,
         compute_dtype: torch.dtype,
@@ -68,7 +65,8 @@ class LayerBuilder:
         self.weights_nbytes = 0
         self._registry = registry
         self._target = target
-        self._order = _order_for(registry, target, kernel_order, residency)
+        registry.check_order(kernel_order)
+        self._order = kernel_order
 
     def kernel(self, op: str, case: Any) -> Callable[..., Any]:
         """An op without weights, bound to `case`."""
@@ -106,29 +104,6 @@ def weight_tensors(weight: Weight) -> tuple[str, tuple[torch.Tensor, ...], tuple
         return "fp8_block", (weight.codes_OI, weight.scale), weight.block
     columns = weight.shape[-1] // weight.scale_OG.shape[-1]
     return "fp4_group", (weight.packed_OI2, weight.scale_OG), (1, columns)
-
-
-def _order_for(registry: Registry, target: Target, order: str, residency: str) -> str:
-    """`order`, led by expanding backends for the ops that it does not name if residency is
-    "expanded"."""
-    if residency not in (QUANTISED, EXPANDED):
-        raise UserError(
-            f"the weights' residency is {residency!r}", hint=f"choose {QUANTISED} or {EXPANDED}"
-        )
-    registry.check_order(order)
-    if residency == QUANTISED:
-        return order
-    named = {part.partition("=")[0].strip() for part in order.split(";")}
-    if ALL_OPS in named:
-        return order
-    capabilities = registry.capabilities(target)
-    parts = [order] if order else []
-    for op, backends in capabilities.backends.items():
-        expanding = [name for name in backends if name in capabilities.expanding]
-        if expanding and op not in named:
-            default = [name for name in capabilities.default_order if name in backends]
-            parts.append(f"{op}={','.join(expanding + default)}")
-    return ";".join(parts)
 
 
 def _tensors(prepared: Any) -> Iterator[torch.Tensor]:

@@ -8,7 +8,7 @@ import torch
 from metainfer.arch.manifest import iterate
 from metainfer.arch.tiny import tiny_config, tiny_quantised_config
 from tests.fakes.random_models import HARD, RandomModel, dequantised, random_model
-from tests.fakes.steps import Driver, load_model
+from tests.fakes.steps import EXPANDED_ORDER, REFERENCE_ORDER, Driver, load_model
 
 LENGTH = 200
 # fp8 linear layers whose parts do not fill blocks of 128 rows: nothing can be stacked.
@@ -64,26 +64,26 @@ def divergence(expected: torch.Tensor, other: torch.Tensor) -> float:
     return float((p.exp() * (p - q)).sum(-1).mean())
 
 
-@pytest.mark.parametrize("order", ["*=reference", ""], ids=["reference", "default"])
-@pytest.mark.parametrize("residency", ["quantised", "expanded"])
+@pytest.mark.parametrize(
+    "order", [REFERENCE_ORDER, "", EXPANDED_ORDER], ids=["reference", "default", "expanded"]
+)
 def test_stored_formats_compute_what_their_numbers_say(
-    stored: RandomModel, plain: torch.Tensor, order: str, residency: str
+    stored: RandomModel, plain: torch.Tensor, order: str
 ) -> None:
-    ours = logits(stored, kernel_order=order, residency=residency)
+    ours = logits(stored, kernel_order=order)
     assert (ours - plain).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("residency", ["quantised", "expanded"])
+@pytest.mark.parametrize("order", ["", EXPANDED_ORDER], ids=["default", "expanded"])
 @pytest.mark.parametrize("streams", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 def test_bf16_compute_stays_near(
-    stored: RandomModel, plain: torch.Tensor, residency: str, streams: torch.dtype
+    stored: RandomModel, plain: torch.Tensor, order: str, streams: torch.dtype
 ) -> None:
     """Rounding to 8 bits moves a random model's distribution little: a wrong formula gives a
     divergence of order 1."""
     ours = logits(
         stored,
-        kernel_order="",
-        residency=residency,
+        kernel_order=order,
         compute_dtype=torch.bfloat16,
         stream_dtype=streams,
     )
@@ -95,11 +95,10 @@ def test_quantised_weights_stay_small_and_expanded_ones_are_counted(stored: Rand
         residency: load_model(
             stored.directory,
             stored.arch,
-            kernel_order="",
-            residency=residency,
+            kernel_order=order,
             compute_dtype=torch.bfloat16,
         ).weights_nbytes
-        for residency in ("quantised", "expanded")
+        for residency, order in (("quantised", ""), ("expanded", EXPANDED_ORDER))
     }
     specs = [spec for spec in iterate(stored.arch) if not spec.name.startswith("mtp.")]
     on_disk = sum(spec.nbytes for spec in specs)

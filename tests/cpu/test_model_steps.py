@@ -215,7 +215,5 @@ def test_what_cannot_be_computed_is_refused(random_weights: RandomModel) -> None
     arch = random_weights.arch
     with pytest.raises(UserError, match="float16"):
         load_model(random_weights.directory, arch, compute_dtype=torch.float16)
-    with pytest.raises(UserError, match="residency is 'swapped'"):
-        load_model(random_weights.directory, arch, residency="swapped")
     with pytest.raises(UserError, match="unknown backend fastest"):
         load_model(random_weights.directory, arch, kernel_order="*=fastest")

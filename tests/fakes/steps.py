@@ -23,6 +23,8 @@ from metainfer.weights.load import Checkpoint
 
 CPU = torch.device("cpu")
 REFERENCE_ORDER = "*=reference"
+EXPANDED_ORDER = "*=cpu_expanded,native,cpu,reference"
+"""What a plan says whose weights are to be expanded."""
 
 
 def load_model(
@@ -32,7 +34,6 @@ def load_model(
     kernel_order: str = REFERENCE_ORDER,
     compute_dtype: torch.dtype = torch.float32,
     stream_dtype: torch.dtype | None = None,
-    residency: str = "quantised",
     draft_rows: int = 0,
 ) -> DeepseekV4:
     """The checkpoint in `directory` on the CPU, one rank."""
@@ -47,7 +48,6 @@ def load_model(
             device=CPU,
             compute_dtype=compute_dtype,
             stream_dtype=stream_dtype,
-            residency=residency,
             draft_rows=draft_rows,
         )
 
