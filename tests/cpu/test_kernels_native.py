@@ -3,6 +3,10 @@ That they fulfil their contracts is tested with those of all other backends."""
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -73,6 +77,53 @@ def test_a_compiler_that_writes_rubbish(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("PATH", str(compiler(tmp_path / "bin", "exit 0")))
     reason = load_library(tmp_path / "cache")
     assert isinstance(reason, str) and "cannot be built or loaded" in reason
+
+
+def test_a_compiler_whose_words_are_no_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(compiler(tmp_path / "bin", "printf '\\377no' >&2; exit 1")))
+    reason = load_library(tmp_path / "cache")
+    assert isinstance(reason, str) and reason.endswith("cc failed: \ufffdno")
+
+
+@needs_compiler
+def test_a_compiler_that_is_mended_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    working = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    path = compiler(tmp_path / "bin", "exit 0")
+    monkeypatch.setenv("PATH", f"{path}:{os.environ['PATH']}")
+    assert isinstance(load_library(tmp_path / "cache"), str)
+    assert list((tmp_path / "cache").iterdir()) == []
+    (path / "cc").write_text(f'#!/bin/sh\nexec {working} "$@"\n')
+    assert isinstance(load_library(tmp_path / "cache"), Library)
+
+
+@needs_compiler
+def test_a_library_that_was_cut_short_is_compiled_again(tmp_path: Path) -> None:
+    # In a process of its own: loading such a file ends in SIGBUS, not in an error.
+    script = "from pathlib import Path; from metainfer.kernels.native.library import load_library\n"
+    script += f"print(type(load_library(Path({str(tmp_path)!r}))).__name__)"
+    assert isinstance(load_library(tmp_path), Library)
+    (built,) = tmp_path.iterdir()
+    whole = built.read_bytes()
+    damaged = tmp_path / "damaged"
+    damaged.write_bytes(whole[: len(whole) // 4])
+    damaged.replace(built)  # a new file: the old one is mapped here
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "Library\n")
+    assert built.stat().st_size > len(whole) // 2
+
+
+@needs_compiler
+def test_a_cache_that_others_may_write_is_not_trusted(tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache").chmod(0o777)
+    reason = load_library(tmp_path / "cache")
+    assert isinstance(reason, str) and "may be written by other users" in reason
+    assert list((tmp_path / "cache").iterdir()) == []
 
 
 def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:

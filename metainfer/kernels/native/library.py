@@ -26,6 +26,7 @@ _FLAGS = (
     "-shared",
 )
 _LONGEST_COMPILE_S = 120.0
+_DIGEST_BYTES = hashlib.sha256().digest_size
 
 # What the parameters of each function are: i64, int, float, pointer.
 _SIGNATURES = {
@@ -70,13 +71,19 @@ def load_library(cache: Path | None = None) -> Library | str:
         return "there is no C compiler (cc, gcc or clang) on Linux here"
     try:
         cache = cache or Path.home() / ".cache" / "metainfer" / "native"
+        cache.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _require_ours(cache)
         path = cache / f"kernels-{_key(compiler)}.so"
-        if not path.exists():
-            cache.mkdir(parents=True, exist_ok=True, mode=0o700)
-            _compile(compiler, path)
-        return Library(path)
+        return Library(path) if _is_whole(path) else _compiled(compiler, path)
     except (OSError, RuntimeError, subprocess.SubprocessError, AttributeError) as error:
         return f"the C kernels cannot be built or loaded: {error}"
+
+
+def _require_ours(cache: Path) -> None:
+    """What is loaded from there runs as this user, so nobody else may write it."""
+    found = cache.stat()
+    if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        raise RuntimeError(f"{cache} may be written by other users")
 
 
 def _key(compiler: str) -> str:
@@ -93,8 +100,17 @@ def _cpu() -> bytes:
     return platform.machine().encode() + b"".join(kept)
 
 
-def _compile(compiler: str, path: Path) -> None:
-    """Compile into `path`, which appears whole or not at all."""
+def _is_whole(path: Path) -> bool:
+    """Whether the file ends with the digest of all that is before: to load one that was cut short
+    would kill the process."""
+    if not path.is_file():
+        return False
+    data = path.read_bytes()
+    return hashlib.sha256(data[:-_DIGEST_BYTES]).digest() == data[-_DIGEST_BYTES:]
+
+
+def _compiled(compiler: str, path: Path) -> Library:
+    """Compile into `path`, which appears whole, with its digest, and only if it can be loaded."""
     handle, unfinished = tempfile.mkstemp(suffix=".so", dir=path.parent)
     os.close(handle)
     try:
@@ -102,12 +118,18 @@ def _compile(compiler: str, path: Path) -> None:
             [compiler, *_FLAGS, "-o", unfinished, str(SOURCE), "-lm"],
             capture_output=True,
             text=True,
+            errors="replace",
             timeout=_LONGEST_COMPILE_S,
             check=False,
         )
         if done.returncode:
             said = done.stderr.strip().splitlines() or ["no output"]
             raise RuntimeError(f"{compiler} failed: {said[0]}")
+        digest = hashlib.sha256(Path(unfinished).read_bytes()).digest()
+        with open(unfinished, "ab") as file:
+            file.write(digest)
+        library = Library(Path(unfinished))
         os.replace(unfinished, path)
+        return library
     finally:
         Path(unfinished).unlink(missing_ok=True)
