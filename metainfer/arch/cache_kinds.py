@@ -18,6 +18,11 @@ BLOCK_TOKENS = 128
 """Tokens per block: the largest compression ratio, so that every block holds whole entries."""
 
 
+def blocks_for(num_tokens: int) -> int:
+    """Blocks that hold `num_tokens` tokens."""
+    return -(-num_tokens // BLOCK_TOKENS)
+
+
 class Scope(StrEnum):
     SEQUENCE = "sequence"
     TOKENS = "tokens"

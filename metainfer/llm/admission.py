@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from metainfer.arch.cache_kinds import BLOCK_TOKENS
+from metainfer.arch.cache_kinds import BLOCK_TOKENS, blocks_for
 from metainfer.core.errors import RequestError
 from metainfer.core.units import format_count
-from metainfer.llm.blocks import blocks_for
 from metainfer.llm.request import Request
 
 

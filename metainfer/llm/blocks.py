@@ -10,17 +10,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from metainfer.arch.cache_kinds import BLOCK_TOKENS
 from metainfer.core.errors import MetainferError
 
 
 class InvariantError(MetainferError):
     """The bookkeeping contradicts itself: a bug of metainfer, never of the user."""
-
-
-def blocks_for(num_tokens: int) -> int:
-    """Blocks that hold `num_tokens` tokens."""
-    return -(-num_tokens // BLOCK_TOKENS)
 
 
 class Allocator:

@@ -17,6 +17,7 @@ from typing import TypeVar
 
 import torch
 
+from metainfer.arch.cache_kinds import blocks_for
 from metainfer.arch.families import known_names, read_arch
 from metainfer.arch.record import Arch
 from metainfer.comm.group import Group
@@ -28,7 +29,6 @@ from metainfer.hardware.probe import probe
 from metainfer.kernels.builtin import builtin_registry
 from metainfer.kernels.registry import Registry
 from metainfer.llm.admission import Limits
-from metainfer.llm.blocks import blocks_for
 from metainfer.llm.client import EngineStats
 from metainfer.llm.loop import Executor, Loop
 from metainfer.llm.request import Request

@@ -12,10 +12,10 @@ from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from metainfer.arch.cache_kinds import BLOCK_TOKENS
+from metainfer.arch.cache_kinds import BLOCK_TOKENS, blocks_for
 from metainfer.core.events import EngineEvent, FinishEvent, FinishReason, PromptEvent, TokenEvent
 from metainfer.llm.admission import Limits, check_request, max_total_tokens
-from metainfer.llm.blocks import BlockPool, InvariantError, blocks_for
+from metainfer.llm.blocks import BlockPool, InvariantError
 from metainfer.llm.policy import Policies
 from metainfer.llm.request import Request
 from metainfer.llm.sequence import Sequence

@@ -11,9 +11,8 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from metainfer.arch.cache_kinds import BLOCK_TOKENS
+from metainfer.arch.cache_kinds import BLOCK_TOKENS, blocks_for
 from metainfer.core.units import format_seconds
-from metainfer.llm.blocks import blocks_for
 from metainfer.llm.request import Request, SamplingParams
 from metainfer.llm.runner import Runner
 from metainfer.llm.step import SequenceStep, Step, StepKind

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from metainfer.arch.cache_kinds import BLOCK_TOKENS
+from metainfer.arch.cache_kinds import BLOCK_TOKENS, blocks_for
 from metainfer.arch.record import Arch
 from metainfer.core.errors import UserError
 from metainfer.core.units import format_bytes, format_count
@@ -133,7 +133,7 @@ class _Fit:
 
     def needed(self, length: int, seqs: int) -> int:
         """Bytes for `seqs` sequences of which one may be `length` tokens long."""
-        blocks = _blocks_for(length) * block_bytes(self.arch, self.fixed.cache_dtype)
+        blocks = blocks_for(length) * block_bytes(self.arch, self.fixed.cache_dtype)
         return self.weights + self.state(seqs) + self.activations(length, seqs) + blocks
 
     def fits(self, length: int, seqs: int) -> bool:
@@ -157,12 +157,12 @@ class _Fit:
         given = self.settings.num_blocks_override
         if given is not None:
             return Value(given, Origin.FLAG, "given with --num-blocks")
-        useful = seqs * _blocks_for(length)
+        useful = seqs * blocks_for(length)
         size = block_bytes(self.arch, self.fixed.cache_dtype)
         if self.budget.bytes is None or size == 0:
             return Value(useful, Origin.MODEL, "no cache of this model grows with the tokens")
         spare = self.budget.bytes - self.needed(length, seqs)
-        possible = _blocks_for(length) + spare // size
+        possible = blocks_for(length) + spare // size
         if possible < useful:
             return Value(possible, Origin.MEASURED, f"what is left of {self.budget.text}")
         reason = f"all that {seqs} sequences of {format_count(length)} tokens could use"
@@ -176,7 +176,7 @@ class _Fit:
                 return Value(held, Origin.FLAG, f"what {blocks} --num-blocks hold")
             raise UserError(
                 f"--num-blocks {blocks} holds {held} tokens, fewer than --max-model-len {given}",
-                hint=f"give at least --num-blocks {_blocks_for(given)}",
+                hint=f"give at least --num-blocks {blocks_for(given)}",
             )
         if given is not None:
             return Value(given, Origin.FLAG, "given with --max-model-len")
@@ -197,7 +197,7 @@ class _Fit:
 
     def _shorter(self, seqs: int) -> Value[int]:
         """The longest sequence that fits, in whole blocks; one block if none does."""
-        low, high = 1, _blocks_for(self.arch.max_model_len)
+        low, high = 1, blocks_for(self.arch.max_model_len)
         while low < high:
             middle = (low + high + 1) // 2
             if self.fits(middle * BLOCK_TOKENS, seqs):
@@ -226,7 +226,3 @@ class _Fit:
             f" {format_bytes(work)}), and there are {self.budget.text}",
             hint="what helps: " + ", ".join(hints),
         )
-
-
-def _blocks_for(num_tokens: int) -> int:
-    return -(-num_tokens // BLOCK_TOKENS)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from metainfer.arch.cache_kinds import BLOCK_TOKENS
-from metainfer.llm.blocks import Allocator, BlockPool, InvariantError, blocks_for
+from metainfer.arch.cache_kinds import BLOCK_TOKENS, blocks_for
+from metainfer.llm.blocks import Allocator, BlockPool, InvariantError
 
 
 def test_blocks_for_counts_started_blocks():
