@@ -24,6 +24,9 @@ class SamplingOptions:
     stop: tuple[str, ...] = flag("--stop", "Texts that end the answer", (), many=True)
     seed: int | None = flag("--seed", "Equal seeds give equal answers", aliases=("--random-seed",))
 
+    def __post_init__(self) -> None:
+        self.sampling(GenerationConfig())  # what is out of range is so before a model is loaded
+
     def sampling(self, defaults: GenerationConfig) -> SamplingParams:
         """Raises UserError naming the flag that is out of range."""
 

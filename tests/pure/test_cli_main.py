@@ -58,6 +58,9 @@ def test_help_of_a_group_lists_its_verbs() -> None:
         (["serve", "--max-model-len", "many"], "--max-model-len", "--help"),
         (["serve", "--max-num-seqs", "0"], "--max-num-seqs 0 is below 1", ""),
         (["serve", "--device", "tpu"], "--device", ""),
+        # Before a model is looked for, let alone loaded.
+        (["run", "nosuch", "-p", "x", "--top-p", "2"], "--top-p must be above 0 and at most 1", ""),
+        (["chat", "nosuch", "--max-tokens", "0"], "--max-tokens must be at least 1", ""),
         (["weights", "synth"], "DIRECTORY", ""),
         (["bench", "model", "--rounds", "0"], "--rounds must be at least 1", ""),
     ],
