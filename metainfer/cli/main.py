@@ -1,7 +1,8 @@
 """The command `metainfer`: finds the verb, runs it, turns errors into sentences and exit codes.
 
 Exit codes: 0 done, 1 a check or measurement failed, 2 the user can mend it, 70 a bug in metainfer,
-130 interrupted, 141 the reader of stdout went away. Nothing heavy is imported before a verb runs.
+130 interrupted, 141 the reader of stdout went away, 143 terminated. Nothing heavy is imported
+before a verb runs.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from types import MappingProxyType
+from types import FrameType, MappingProxyType
 from typing import NoReturn
 
 from metainfer.cli.terminal import Terminal
@@ -25,6 +26,7 @@ from metainfer.core.errors import UserError
 EXIT_BUG = 70
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
+EXIT_TERMINATED = 143
 
 VERBS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
@@ -45,9 +47,19 @@ VERBS: Mapping[str, tuple[str, str]] = MappingProxyType(
 
 def entry() -> NoReturn:
     """The console script."""
+    signal.signal(signal.SIGTERM, _terminate)
     environment = read_environment()
     terminal = Terminal.standard(environment)
     finish(lambda: _dispatch(sys.argv[1:], terminal, environment), terminal)
+
+
+class Terminated(BaseException):
+    """SIGTERM came: like Ctrl-C, so that verbs clean up what they had begun."""
+
+
+def _terminate(_number: int, _frame: FrameType | None) -> NoReturn:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second one does not wait
+    raise Terminated
 
 
 def finish(run: Callable[[], int], terminal: Terminal) -> NoReturn:
@@ -57,12 +69,15 @@ def finish(run: Callable[[], int], terminal: Terminal) -> NoReturn:
         terminal.out.flush()
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
+    except Terminated:
+        code = EXIT_TERMINATED
     except BrokenPipeError:
         # What is still buffered can go nowhere: let the interpreter's own flush at exit succeed.
         os.dup2(os.open(os.devnull, os.O_WRONLY), terminal.out.fileno())
         code = EXIT_BROKEN_PIPE
     # From here a second Ctrl-C ends the process without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if threading.active_count() > 1:
         # Interrupted while a thread loads or computes: native code of such a thread aborts the
         # process if the interpreter is taken down around it.

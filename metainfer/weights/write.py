@@ -7,10 +7,13 @@ crash never leaves something that looks like a checkpoint.
 
 from __future__ import annotations
 
+import fcntl
+import glob
 import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -55,10 +58,14 @@ def write_safetensors(
     target = Path(directory).absolute()
     total = sum(spec.nbytes for spec in specs)
     existing = next(parent for parent in target.parents if parent.exists())
+    held: int | None = None  # a lock as long as this process lives
     partial = existing / f".{target.name}.partial-{os.getpid()}"
     try:
+        _remove_left_over(existing, target.name)
         _require_room(target, existing, total)
         partial.mkdir()
+        held = os.open(partial, os.O_RDONLY)
+        fcntl.flock(held, fcntl.LOCK_EX)
         _write_all(partial, specs, chunks, config, max_shard_bytes, _reporter(progress, total))
         for file in copies:
             shutil.copyfile(file, partial / file.name)
@@ -71,7 +78,21 @@ def write_safetensors(
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+        if held is not None:
+            os.close(held)
     return target
+
+
+def _remove_left_over(directory: Path, name: str) -> None:
+    """What writers of the same target left that were killed: they hold no lock any more."""
+    for path in directory.glob(f".{glob.escape(name)}.partial-*"):
+        with suppress(OSError):  # its writer lives, or has just ended
+            held = os.open(path, os.O_RDONLY)
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path)
+            finally:
+                os.close(held)
 
 
 def _require_room(target: Path, existing: Path, total: int) -> None:

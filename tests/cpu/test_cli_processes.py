@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -173,6 +174,30 @@ def test_a_reader_that_goes_away_and_ctrl_c_in_an_answer(model: str) -> None:
         assert process.stdout is not None and process.stdout.read(1)
         process.send_signal(signal.SIGINT)
         assert end_of(process)[0] in INTERRUPTED
+
+
+def test_a_writer_that_is_ended_or_killed_leaves_nothing_behind(tmp_path: Path) -> None:
+    target = tmp_path / "model"
+
+    def begun(process: subprocess.Popen[str]) -> None:
+        while not list(tmp_path.glob(".model.partial-*/*.safetensors")):
+            assert process.poll() is None
+            time.sleep(0.01)
+
+    write = ("weights", "synth", str(target), "--max-shard-bytes", "100000")
+    with command(*write) as process:
+        begun(process)
+        process.send_signal(signal.SIGTERM)
+        assert end_of(process)[0] == 143
+        assert list(tmp_path.iterdir()) == []
+    with command(*write) as process:
+        begun(process)
+        process.kill()
+        process.wait(TIMEOUT_S)
+        assert list(tmp_path.iterdir()) != [] and not target.exists()
+    with command(*write) as process:
+        assert end_of(process)[0] == 0
+        assert list(tmp_path.iterdir()) == [target]
 
 
 def test_a_full_disk_below_stdout() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
+import os
 from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
@@ -183,6 +185,19 @@ def test_nothing_is_left_when_writing_stops(
     assert list(tmp_path.iterdir()) == []
     if isinstance(caught.value, UserError):
         assert "No space left on device" in caught.value.message
+
+
+def test_two_writers_of_one_target_do_not_disturb_each_other(tmp_path: Path) -> None:
+    # Each writer has a directory of its process: the first one here is that of another one.
+    other = tmp_path / ".model.partial-1"
+    other.mkdir()
+    held = os.open(other, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    write_checkpoint(tmp_path / "model", tiny_arch())
+    assert other.is_dir()
+    os.close(held)
+    write_checkpoint(tmp_path / "mode", tiny_arch())
+    assert other.is_dir()  # of another target
 
 
 def test_a_real_full_disk(tmp_path: Path) -> None:
