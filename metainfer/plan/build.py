@@ -11,11 +11,12 @@ from typing import Any, TypeVar
 
 from metainfer.arch.record import Arch, WeightFormat
 from metainfer.core.errors import UserError
+from metainfer.core.units import format_bytes
 from metainfer.hardware.machine import Gpu, Machine, Unknown
 from metainfer.ops.base import Target
 from metainfer.ops.capabilities import Capabilities
 from metainfer.ops.catalogue import OPS
-from metainfer.plan.memory import Fixed, fit_memory
+from metainfer.plan.memory import Fixed, Sizes, fit_memory
 from metainfer.plan.plan import Origin, Plan, Value
 from metainfer.plan.settings import EngineSettings, Residency
 
@@ -86,6 +87,7 @@ def build_plan(
         draft_rows=draft_rows.value,
     )
     sizes = fit_memory(machine, arch, settings, fixed)
+    _refuse_more_than_there_is(machine, settings, fixed, sizes)
     return Plan(
         device=device,
         compute_dtype=compute_dtype,
@@ -166,6 +168,23 @@ def _refuse_contradictions(arch: Arch, settings: EngineSettings) -> None:
         )
 
 
+def _refuse_more_than_there_is(
+    machine: Machine, settings: EngineSettings, fixed: Fixed, sizes: Sizes
+) -> None:
+    """With --num-blocks nobody asks what is free, but what is allocated must be there at all."""
+    total = machine.memory.total_bytes
+    if fixed.device_name != "cpu" and not isinstance(machine.gpus, Unknown):
+        total = machine.gpus[fixed.gpu].memory_bytes
+    allocated = sizes.state_bytes.value + sizes.blocks_bytes.value + sizes.activation_bytes.value
+    if settings.num_blocks_override is None or isinstance(total, Unknown) or allocated <= total:
+        return
+    raise UserError(
+        f"--num-blocks {settings.num_blocks_override} and {sizes.max_num_seqs.value} sequences take"
+        f" {format_bytes(allocated)}, and there are {format_bytes(total)} in all",
+        hint="give fewer --num-blocks or --max-num-seqs, or leave --num-blocks out",
+    )
+
+
 def _compute_dtype(
     machine: Machine, arch: Arch, settings: EngineSettings, target: Target
 ) -> Value[str]:
@@ -211,6 +230,13 @@ def _threads(machine: Machine, settings: EngineSettings, target: Target) -> Valu
     if target.type != "cpu":
         return Value(0, Origin.DEFAULT, "steps run on the accelerator")
     if settings.threads is not None:
+        logical = machine.cpu.logical_cores
+        if settings.threads > logical:
+            raise UserError(
+                f"--threads {settings.threads} is more than the {logical} that the cores open to"
+                " this process run at once",
+                hint=f"give at most {logical}, or leave it out",
+            )
         return Value(settings.threads, Origin.FLAG, "given with --threads")
     cores = machine.cpu.physical_cores
     return Value(cores, Origin.MEASURED, "one per physical core that this process may use")

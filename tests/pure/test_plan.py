@@ -201,6 +201,9 @@ def test_what_does_not_fit_says_how_much_and_what_to_change():
         ({"tensor_parallel_size": 2}, "2 ranks; this version runs one"),
         ({"num_blocks_override": 9, "memory_utilization": 0.5}, "both set the size of the cache"),
         ({"num_blocks_override": 9, "max_model_len": 2000}, "at least --num-blocks 16"),
+        ({"num_blocks_override": 10**14}, "and there are 34.4 GB in all"),
+        ({"num_blocks_override": 32, "max_num_seqs": 10**12}, "and there are 34.4 GB in all"),
+        ({"threads": 10**11}, "--threads 100000000000 is more than the 16"),
     ],
 )
 def test_contradictions_are_refused(flags, sentence):
