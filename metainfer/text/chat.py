@@ -119,6 +119,8 @@ class ChatEncoder:
         except UnicodeEncodeError as error:
             sentence = "a message is not valid Unicode (a lone surrogate)"
             raise _refusal(sentence) from error
+        except RecursionError as error:
+            raise _refusal("a message or tool is nested too deeply") from error
         except (ValueError, TypeError) as error:
             raise _refusal(f"messages: {error}") from error
         return ChatPrompt(token_ids, thinking, bool(tools))

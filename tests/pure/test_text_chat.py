@@ -169,6 +169,15 @@ def test_conversations_that_cannot_be_are_refused(
     assert caught.value.message
 
 
+def test_tools_that_are_nested_too_deeply_are_refused(encoder: ChatEncoder) -> None:
+    parameters: dict[str, Any] = {}
+    for _ in range(150):
+        parameters = {"properties": parameters}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    with pytest.raises(RequestError, match="nested too deeply"):
+        encoder.encode([{"role": "user", "content": "x"}], tools=[tool])
+
+
 def test_a_tokenizer_without_the_markup_cannot_chat(tmp_path: Path) -> None:
     file = write_tokenizer(tmp_path) / "tokenizer.json"
     file.write_text(file.read_text(encoding="utf-8").replace("<think>", "<thunk>"))
