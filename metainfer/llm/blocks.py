@@ -64,6 +64,12 @@ class Allocator:
             if self._references[block] == 0:
                 self._free.append(block)
 
+    def check_all_free(self) -> None:
+        """Raise InvariantError unless nobody holds any; takes no time, whatever the count."""
+        held = self.count - self.num_free
+        if held:
+            raise InvariantError(f"nobody is left, and {held} {self._what}s are held")
+
     def check(self, held: Iterable[int]) -> None:
         """Raise InvariantError unless exactly `held` (an id once per owner) is held and every
         other id is free, once."""
@@ -98,3 +104,8 @@ class BlockPool:
         """Raise InvariantError unless the pool agrees with what the owners say they hold."""
         self.blocks.check(blocks)
         self.slots.check(slots)
+
+    def check_all_free(self) -> None:
+        """Raise InvariantError unless nobody holds any."""
+        self.blocks.check_all_free()
+        self.slots.check_all_free()

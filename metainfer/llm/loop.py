@@ -191,9 +191,11 @@ class Loop:
         return self._scheduler.fail(step, f"the model failed while it computed a step: {what}")
 
     def _check(self) -> None:
-        """The books must be right whenever nothing runs; in tests after every step."""
-        if self._check_every_step or not self._scheduler.has_work:
+        """Nothing may be held whenever nothing runs; in tests all books after every step."""
+        if self._check_every_step:
             self._scheduler.check()
+        if not self._scheduler.has_work:
+            self._scheduler.check_idle()
 
     def _emit(self, events: list[EngineEvent]) -> None:
         stats = self._snapshot()

@@ -338,8 +338,12 @@ class Scheduler:
 
     # ---- invariants ----
 
+    def check_idle(self) -> None:
+        """Raise InvariantError if something is held while there is no request. Quick."""
+        self.pool.check_all_free()
+
     def check(self) -> None:
-        """Raise InvariantError if queues, sequences and pool do not agree."""
+        """Raise InvariantError if queues, sequences and pool disagree. Slow with many blocks."""
         for queue, runs in ((self._running, True), (self._waiting, False)):
             if [s.order for s in queue] != sorted(s.order for s in queue):
                 raise InvariantError("a queue is out of order")

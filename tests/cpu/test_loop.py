@@ -62,9 +62,8 @@ class Gate:
 
 @contextmanager
 def running(executor=None, limits: Limits = LIMITS, **options) -> Iterator[Loop]:
-    loop = Loop(
-        Scheduler(limits), executor or make_runner(limits), check_every_step=True, **options
-    )
+    options = {"check_every_step": True, **options}
+    loop = Loop(Scheduler(limits), executor or make_runner(limits), **options)
     thread = threading.Thread(target=loop.run, daemon=True)
     thread.start()
     try:
@@ -237,6 +236,21 @@ def test_wrong_books_end_the_engine_and_every_request(monkeypatch):
         _, ends = collect(loop, 4)
         assert {end.reason for end in ends.values()} == {FinishReason.ERROR}
         assert_dead(loop, "InvariantError")
+
+
+def test_without_tests_a_leak_is_found_when_nothing_runs_and_without_a_slow_look(monkeypatch):
+    """Looking at every block holds up the next request: half a second with 524,288 of them."""
+    monkeypatch.setattr(Scheduler, "check", None)
+    with running(check_every_step=False) as loop:
+        for n in range(2):
+            loop.submit(request(f"r{n}", max_tokens=3))
+            _, ends = collect(loop, 1)
+            assert ends[f"r{n}"].reason is FinishReason.LENGTH
+        loop._scheduler.pool.blocks.allocate(1)  # a block that nobody owns
+        loop.submit(request("last", max_tokens=3))
+        collect(loop, 1)
+        wait_until(lambda: not loop.stats().alive)
+        assert_dead(loop, "InvariantError: nobody is left, and 1 blocks are held")
 
 
 def test_closing_aborts_what_is_not_done():
