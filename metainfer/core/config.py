@@ -13,6 +13,7 @@ import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from enum import StrEnum
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -202,8 +203,8 @@ def parse_count(text: str) -> int:
     if match is None:
         raise ValueError(text)
     number, suffix = match.groups()
-    value = float(number) * _FACTORS[suffix] if "." in number else int(number) * _FACTORS[suffix]
-    if value != int(value):
+    value = Fraction(number) * _FACTORS[suffix]
+    if value.denominator != 1:
         raise ValueError(text)
     return int(value)
 

@@ -96,6 +96,12 @@ def test_counts(text: str, value: int) -> None:
     assert parse_count(text) == value
 
 
+@given(st.integers(min_value=0, max_value=10**18))
+def test_a_point_costs_no_accuracy(value: int) -> None:
+    assert parse_count(f"{value}.0") == value
+    assert parse_count(f"{value // 1000}.{value % 1000:03}k") == value
+
+
 @pytest.mark.parametrize("text", ["", "k", "1.5", "1.0001k", "1kk", "0x10", "1e3", "١٢x", "nan"])
 def test_what_is_not_a_count(text: str) -> None:
     with pytest.raises(ValueError):
