@@ -17,7 +17,7 @@ from metainfer.hardware.machine import Machine
 from metainfer.plan.plan import Plan
 from metainfer.plan.settings import EngineSettings
 from metainfer.server.settings import LOOPBACK, ServerSettings
-from metainfer.shipped import pebble_dir
+from metainfer.shipped import model_dir
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def run(
                 terminal.say(f"{label:<10}{fact}")
             terminal.say(f"\n{explain(plan)}\n")
 
-        directory = checkpoint_directory(options.model or pebble_dir())
+        directory = checkpoint_directory(model_dir(options.model))
         tokenizer, defaults = read_text_side(directory)
         with terminal.progress("loading") as progress:
             engine = Engine.load(directory, settings, progress.update, on_plan=say_plan)

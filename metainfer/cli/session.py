@@ -18,7 +18,7 @@ from metainfer.llm.dispatch import Call, Dispatcher
 from metainfer.llm.generation import Generation, TextOptions
 from metainfer.llm.request import Request, SamplingParams
 from metainfer.plan.settings import EngineSettings
-from metainfer.shipped import pebble_dir
+from metainfer.shipped import model_dir
 from metainfer.text.chat import ChatEncoder, ChatPrompt
 from metainfer.text.generation_config import GENERATION_CONFIG_FILE, GenerationConfig
 from metainfer.text.tokenizer import Tokenizer
@@ -97,7 +97,7 @@ def open_session(
     """
     from metainfer.llm.engine import Engine, checkpoint_directory
 
-    directory = checkpoint_directory(model or pebble_dir())
+    directory = checkpoint_directory(model_dir(model))
     tokenizer, defaults = read_text_side(directory)
     with terminal.progress("loading") as progress:
         engine = Engine.load(directory, settings, progress.update)

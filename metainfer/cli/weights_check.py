@@ -10,7 +10,7 @@ from metainfer.cli.terminal import Terminal
 from metainfer.cli.verb import Verb
 from metainfer.core.config import flag
 from metainfer.core.units import format_bytes, format_count
-from metainfer.shipped import pebble_dir
+from metainfer.shipped import model_dir
 
 if TYPE_CHECKING:
     from metainfer.weights.check import CheckReport
@@ -31,7 +31,7 @@ def run(terminal: Terminal, options: CheckOptions) -> int:
     from metainfer.bench.record import table
     from metainfer.weights.check import check_checkpoint
 
-    directory = options.model or str(pebble_dir())
+    directory = str(model_dir(options.model))
     with terminal.progress("read") as progress:
         report = check_checkpoint(directory, options.deep, progress.update)
     if options.json:

@@ -245,3 +245,16 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
         written = sum(path.stat().st_size for path in target.iterdir())
     assert written > 200e6
     assert peaks[1] - peaks[0] < 100e6
+
+
+def test_the_shipped_model_is_found_by_name_unless_a_path_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ran = metainfer("weights", "check", "pebble")
+    assert (ran.code, ran.err) == (0, "")
+    assert ran.out == metainfer("weights", "check").out
+    (tmp_path / "pebble").mkdir()
+    ran = metainfer("weights", "check", "pebble")
+    assert ran.code == 1
+    assert "pebble has no config.json" in ran.out
