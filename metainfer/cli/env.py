@@ -46,7 +46,9 @@ def run(terminal: Terminal, options: EnvOptions) -> int:
             "machine": json.loads(machine.to_json()),
             "variables": variables,
             "model": model,
-            "plan": json.loads(plan.to_json()) if isinstance(plan, Plan) else {"refused": plan},
+            "plan": json.loads(plan.to_json())
+            if isinstance(plan, Plan)
+            else {"refused": plan.message},
         }
         terminal.data(json.dumps(report, indent=2))
         return 0
@@ -54,7 +56,9 @@ def run(terminal: Terminal, options: EnvOptions) -> int:
     rows += [("variable", f"{name}={value}") for name, value in variables.items()]
     rows += [("model", model)]
     terminal.data("\n".join(f"{label:<10}{text}" for label, text in rows))
-    terminal.data("\n" + (explain(plan) if isinstance(plan, Plan) else f"no plan: {plan}"))
+    terminal.data("\n" + (explain(plan) if isinstance(plan, Plan) else f"no plan: {plan.message}"))
+    if isinstance(plan, UserError) and plan.hint:
+        terminal.data(f"hint: {plan.hint}")
     return 0
 
 
@@ -96,8 +100,8 @@ def _known(fact: str | Unknown | tuple[str, ...]) -> str:
     return f"unknown ({fact.why})" if isinstance(fact, Unknown) else str(fact)
 
 
-def _plan(machine: Machine, model: str) -> Plan | str:
-    """What `serve` would do without flags, or the sentence with which it would refuse."""
+def _plan(machine: Machine, model: str) -> Plan | UserError:
+    """What `serve` would do without flags, or the error with which it would refuse."""
     from metainfer.arch.families import read_arch
     from metainfer.kernels.builtin import builtin_registry
     from metainfer.plan.build import build_plan, choose_target
@@ -108,7 +112,7 @@ def _plan(machine: Machine, model: str) -> Plan | str:
         able = choose_target(machine, settings, builtin_registry().capabilities)
         return build_plan(machine, read_arch(model), settings, able)
     except UserError as error:
-        return error.message
+        return error
 
 
 VERB = Verb(

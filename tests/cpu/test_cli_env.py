@@ -42,3 +42,10 @@ def test_a_model_that_cannot_be_planned_is_part_of_the_report(tmp_path: Path) ->
     assert f"no plan: {tmp_path} has no config.json" in ran.out
     refused = json.loads(metainfer("env", str(tmp_path), "--json").out)["plan"]["refused"]
     assert "config.json" in refused
+
+
+def test_a_misspelt_name_gets_the_known_ones_and_no_key() -> None:
+    ran = metainfer("env", "pebbel")
+    assert (ran.code, ran.err) == (0, "")
+    assert "no plan: there is no model at 'pebbel'\nhint: give a checkpoint directory" in ran.out
+    assert "hush" not in ran.out
