@@ -101,6 +101,7 @@ def measure(
             workers.append(stack.enter_context(_worker(side, setup)))
         on_step("taking turns")
         timings = _take_turns(load, workers, vocab_size, on_progress)
+        on_step("comparing greedy tokens")
         prompts = [
             draw_prompts(f"{load.seed}/agree/{n}", 1, load.decode_context, vocab_size)
             for n in range(load.agreement_prompts)

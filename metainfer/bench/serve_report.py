@@ -127,7 +127,7 @@ def text_report(record: Mapping[str, Any], results: ServeResults) -> str:
         lines.append(
             f"spread    {low:.1f} to {high:.1f} tokens per s over {record['repeats']} runs"
         )
-    names = ["mean", "median", *(f"p{p:g}" for p in results.metric_percentiles)]
+    names = ["mean", "median", *(f"p{p:g}" for p in results.metric_percentiles if p != 50)]
     rows = [
         [_TITLES[metric], *(f"{record[f'{name}_{metric}_ms']:.2f}" for name in names)]
         for metric in results.percentile_metrics

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 from metainfer.bench.model_settings import ModelLoad, ModelResults
 from metainfer.cli.terminal import Terminal
 from metainfer.cli.verb import Verb
 from metainfer.core.errors import UserError
-from metainfer.shipped import SHIPPED_MODEL, pebble_dir
+from metainfer.shipped import SHIPPED_MODEL, model_dir
 
 
 def run(terminal: Terminal, load: ModelLoad, results: ModelResults) -> int:
@@ -25,9 +24,9 @@ def run(terminal: Terminal, load: ModelLoad, results: ModelResults) -> int:
             "transformers, the peer, is not installed", hint="pip install 'metainfer[bench]'"
         )
     machine = probe()
-    directory = Path(load.model) if load.model else pebble_dir()
+    directory = model_dir(load.model)
     threads = load.threads or machine.cpu.physical_cores
-    with terminal.progress("turns", "turns") as progress:
+    with terminal.progress("taken", "turns") as progress:
         sides = measure(load, directory, threads, progress.update, terminal.say)
     name = load.model or SHIPPED_MODEL
     made = record(sides, load, name, threads, json.loads(machine.to_json()))

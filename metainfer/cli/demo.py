@@ -169,7 +169,7 @@ def stream(port: int, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any
 def compare(terminal: Terminal, directory: Path, load: ModelLoad, machine: Machine) -> str:
     """The table of this engine against transformers."""
     threads = machine.cpu.physical_cores
-    with terminal.progress("turns", "turns") as progress:
+    with terminal.progress("taken", "turns") as progress:
         sides = measure(load, directory, threads, progress.update, terminal.say)
     made = record(sides, load, directory.name, threads, json.loads(machine.to_json()))
     return f"\n{text_report(made)}"
