@@ -50,8 +50,8 @@ class ChatEncoder:
         thinking: whether the model thinks when a conversation does not say
             (`GenerationConfig.thinking`).
 
-    Raises UserError when the library is not installed, or when the tokenizer lacks a special
-    token of the encoding.
+    Raises UserError when the library is not installed or does not read the tokenizer, or when that
+    lacks a special token of the encoding.
     """
 
     def __init__(self, tokenizer: Tokenizer, thinking: bool) -> None:
@@ -68,12 +68,17 @@ class ChatEncoder:
                 f"{tokenizer.file} lacks tokens of the chat format: {' '.join(missing)}",
                 hint="the model can complete text, but it cannot chat",
             )
+        try:
+            reader = deepseek_recipe.Tokenizer.from_str(tokenizer.to_json())
+        except RuntimeError as error:  # it has a reader of its own, which may be of another age
+            raise UserError(
+                f"deepseek-recipe does not read {tokenizer.file}: {error}",
+                hint="the model can complete text, but it cannot chat",
+            ) from error
         self._recipe = deepseek_recipe
         self._thinking = thinking
         self._options = deepseek_recipe.ConversionOptions()
-        self._encoding = deepseek_recipe.DeepseekV4Encoding().with_tokenizer(
-            deepseek_recipe.Tokenizer.from_str(tokenizer.to_json())
-        )
+        self._encoding = deepseek_recipe.DeepseekV4Encoding().with_tokenizer(reader)
 
     def encode(
         self,

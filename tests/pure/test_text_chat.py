@@ -185,6 +185,17 @@ def test_a_tokenizer_without_the_markup_cannot_chat(tmp_path: Path) -> None:
         ChatEncoder(Tokenizer.load(tmp_path), thinking=True)
 
 
+def test_a_tokenizer_that_the_library_does_not_read_cannot_chat(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer, "to_json", lambda: '{"version": "of a later kind"}')
+    with pytest.raises(
+        UserError, match=r"deepseek-recipe does not read .*tokenizer\.json"
+    ) as caught:
+        ChatEncoder(tokenizer, thinking=True)
+    assert caught.value.hint == "the model can complete text, but it cannot chat"
+
+
 def test_without_the_library_the_extra_is_named(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
