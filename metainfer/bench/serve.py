@@ -137,7 +137,9 @@ async def _unless(interrupted: asyncio.Event, work: Any) -> None:
     for unfinished in (task, waiter):
         unfinished.cancel()
     await asyncio.gather(task, waiter, return_exceptions=True)
-    if not task.cancelled() and (error := task.exception()) is not None:
+    # A group of tasks that is cancelled does not count as such: it keeps the error of its parts.
+    error = None if task.cancelled() else task.exception()
+    if error is not None and not isinstance(error, asyncio.CancelledError):
         raise error
 
 

@@ -53,8 +53,9 @@ def entry() -> NoReturn:
     finish(lambda: _dispatch(sys.argv[1:], terminal, environment), terminal)
 
 
-class Terminated(BaseException):
-    """SIGTERM came: like Ctrl-C, so that verbs clean up what they had begun."""
+class Terminated(SystemExit):
+    """SIGTERM came: like Ctrl-C, so that verbs clean up what they had begun. Event loops let no
+    other exception than these two through."""
 
 
 def _terminate(_number: int, _frame: FrameType | None) -> NoReturn:

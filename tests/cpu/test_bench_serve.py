@@ -17,7 +17,7 @@ import pytest
 
 from metainfer.bench.http_stream import ExchangeError, Outcome, Server, get_json, stream_completion
 from metainfer.bench.record import commit, table, write_json
-from metainfer.bench.serve import Measured, Run, measure
+from metainfer.bench.serve import Measured, Run, _unless, measure
 from metainfer.bench.serve_report import meets, percentile, record, summary, text_report
 from metainfer.bench.serve_settings import (
     ServeLoad,
@@ -278,6 +278,24 @@ def test_an_error_event_in_the_stream_fails_the_request() -> None:
 
     with running(Broken()) as server, pytest.raises(UserError, match="NaN logits"):
         measure(load(server), ignore)
+
+
+def test_an_interruption_ends_requests_without_an_error() -> None:
+    ended = []
+
+    async def request() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append(True)
+
+    async def run() -> None:
+        interrupted = asyncio.Event()
+        asyncio.get_running_loop().call_soon(interrupted.set)
+        await _unless(interrupted, asyncio.gather(request(), request()))
+
+    asyncio.run(run())
+    assert ended == [True, True]
 
 
 def test_nobody_listens() -> None:
