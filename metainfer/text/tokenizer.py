@@ -41,7 +41,7 @@ class Tokenizer:
         self._special = frozenset(i for i, token in self._added.items() if token.special)
         vocabulary = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
-        self._bytes: list[bytes | None] = [None] * self.vocab_size
+        self._bytes: dict[int, bytes] = {}  # of the tokens seen so far: a file may name any id
         self._longest_bytes = self._bound_of_tokens(vocabulary)
         self.bos_token_id = self._id_of_role("bos_token")
         self.eos_token_id = self._id_of_role("eos_token")
@@ -140,7 +140,7 @@ class Tokenizer:
         """The bytes that a token stands for; none for ids that have no token."""
         if not 0 <= token_id < self.vocab_size:
             return b""
-        known = self._bytes[token_id]
+        known = self._bytes.get(token_id)
         if known is None:
             known = self._bytes[token_id] = self._read_bytes(token_id)
         return known

@@ -30,6 +30,15 @@ def test_no_text_has_fewer_tokens_than_the_least(
     assert tokenizer.least_tokens(text * times) <= len(tokenizer.encode(text * times))
 
 
+def test_a_token_of_an_absurd_id_costs_no_memory(tmp_path: Path) -> None:
+    file = write_tokenizer(tmp_path, VOCAB) / "tokenizer.json"
+    record = json.loads(file.read_text(encoding="utf-8"))
+    record["model"]["vocab"]["x"] = 4_000_000_000
+    file.write_text(json.dumps(record), encoding="utf-8")
+    with pytest.raises(UserError, match="has 4000000001 tokens, but the model has 512"):
+        Tokenizer.load(tmp_path).check_fits(VOCAB, 0, (1,))
+
+
 def test_the_least_number_of_tokens(tmp_path: Path, tokenizer: Tokenizer) -> None:
     longest = max(len(tokenizer.token_bytes(i)) for i in range(VOCAB))
     assert tokenizer.least_tokens("x" * 1000) >= 1000 // (2 * longest), "it is of some use"
