@@ -91,7 +91,7 @@ def test_a_compiler_whose_words_are_no_text(
 def test_a_compiler_that_is_mended_is_asked_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    working = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    working = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))))
     path = compiler(tmp_path / "bin", "exit 0")
     monkeypatch.setenv("PATH", f"{path}:{os.environ['PATH']}")
     assert isinstance(load_library(tmp_path / "cache"), str)
