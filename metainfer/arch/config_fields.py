@@ -6,6 +6,7 @@ keys at once, each under the name that the file gives it.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -66,7 +67,7 @@ class ConfigFields:
         value = self._take(key, default)
         if value is None:
             return 1.0
-        if type(value) not in (int, float) or not 0 < value < float("inf"):
+        if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:
             self.problem(f"{self.spell(key)} is {value!r}; it must be a positive number")
             return 1.0
         return float(value)

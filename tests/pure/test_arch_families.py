@@ -222,6 +222,7 @@ def test_all_missing_keys_at_once() -> None:
         ({"hidden_size": 0}, "hidden_size is 0"),
         ({"hidden_size": True}, "hidden_size is True"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+        ({"rms_norm_eps": 10**400}, "it must be a positive number"),
         ({"swiglu_limit": 0}, "swiglu_limit"),
         ({"eos_token_id": 600}, "eos_token_id 600"),
         ({"eos_token_id": []}, "eos_token_id"),
