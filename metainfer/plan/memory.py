@@ -102,7 +102,7 @@ def _budget(machine: Machine, settings: EngineSettings, fixed: Fixed) -> _Budget
             hint="give the size of the cache with --num-blocks",
         )
     amount = int(free * share)
-    text = f"{format_bytes(amount)}, {share:.0%} of the {format_bytes(free)} that are free"
+    text = f"{format_bytes(amount)}, {100 * share:g}% of the {format_bytes(free)} that are free"
     return _Budget(amount, text)
 
 

@@ -192,6 +192,7 @@ def test_what_does_not_fit_says_how_much_and_what_to_change():
         make_machine(available=200 * GIB), FLASH, max_model_len=1_000_000, max_num_seqs=64
     )
     assert "a shorter --max-model-len, fewer --max-num-seqs" in said
+    assert "0.1% of the" in refusal(memory_utilization=0.001)
 
 
 @pytest.mark.parametrize(
