@@ -29,7 +29,7 @@ from metainfer.bench.model_settings import ModelLoad
 from metainfer.cli.env import machine_rows
 from metainfer.cli.main import finish
 from metainfer.cli.terminal import Terminal
-from metainfer.core.env import read_environment
+from metainfer.core.env import bound_spinning, read_environment
 from metainfer.core.errors import UserError
 from metainfer.core.units import format_bytes, format_seconds
 from metainfer.hardware.machine import Machine
@@ -213,5 +213,6 @@ def _failure(message: str, log: Any) -> UserError:
 
 
 if __name__ == "__main__":
+    bound_spinning()
     standard = Terminal.standard(read_environment())
     finish(lambda: main(sys.argv[1:], standard), standard)

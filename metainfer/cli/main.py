@@ -20,7 +20,7 @@ from typing import NoReturn
 
 from metainfer.cli.terminal import Terminal
 from metainfer.cli.verb import Verb, asks_for_help, help_text, parse
-from metainfer.core.env import read_environment
+from metainfer.core.env import bound_spinning, read_environment
 from metainfer.core.errors import UserError
 
 EXIT_BUG = 70
@@ -48,6 +48,7 @@ VERBS: Mapping[str, tuple[str, str]] = MappingProxyType(
 def entry() -> NoReturn:
     """The console script."""
     signal.signal(signal.SIGTERM, _terminate)
+    bound_spinning()
     environment = read_environment()
     terminal = Terminal.standard(environment)
     finish(lambda: _dispatch(sys.argv[1:], terminal, environment), terminal)

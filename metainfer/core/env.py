@@ -1,6 +1,7 @@
 """The one file that reads the process environment, and the table of every variable.
 
-Flags win over variables. Variables of other programs (NCCL_*, OMP_*) are not read here.
+Flags win over variables. Variables of other programs (NCCL_*, OMP_*) are not read here, but for
+`bound_spinning`.
 """
 
 from __future__ import annotations
@@ -45,6 +46,17 @@ def read_environment() -> Mapping[str, str]:
     """The variables of the table that are set and not empty."""
     names = (variable.name for variable in VARIABLES)
     return {name: value for name in names if (value := os.environ.get(name))}
+
+
+def bound_spinning() -> None:
+    """Let idle OpenMP threads give up their core soon, unless the user said how long they spin.
+
+    With as many threads as cores, GNU's OpenMP spins for milliseconds at the end of every parallel
+    region; beside other work that can cost far more than the region. It is read when torch
+    is imported, by this process and its children.
+    """
+    if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
+        os.environ["GOMP_SPINCOUNT"] = "1000"
 
 
 def child_environment(**changes: str) -> dict[str, str]:

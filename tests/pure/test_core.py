@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 from collections.abc import Iterator
 
 import pytest
 
 from metainfer.cli import terminal as terminal_module
 from metainfer.cli.terminal import Terminal
-from metainfer.core.env import VARIABLES, child_environment, read_environment
+from metainfer.core.env import VARIABLES, bound_spinning, child_environment, read_environment
 from metainfer.core.errors import UserError
 from metainfer.core.log import configure
 from metainfer.core.units import format_bytes, format_count, format_flops, format_seconds
@@ -163,3 +164,19 @@ def test_colour_only_where_it_may_be(clock: list[float]) -> None:
         assert ("\x1b[" in err.getvalue()) is colour
         assert "wrong" in err.getvalue()
         assert "mend" in err.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("given", "spins"),
+    [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
+)
+def test_idle_threads_give_up_their_core_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], spins: str | None
+) -> None:
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, "")  # so that what the test sets is undone
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    bound_spinning()
+    assert os.environ.get("GOMP_SPINCOUNT") == spins
