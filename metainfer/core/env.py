@@ -56,7 +56,7 @@ def bound_spinning() -> None:
     is imported, by this process and its children.
     """
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
-        os.environ["GOMP_SPINCOUNT"] = "1000"
+        os.environ["GOMP_SPINCOUNT"] = "20000"
 
 
 def child_environment(**changes: str) -> dict[str, str]:

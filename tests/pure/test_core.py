@@ -168,7 +168,7 @@ def test_colour_only_where_it_may_be(clock: list[float]) -> None:
 
 @pytest.mark.parametrize(
     ("given", "spins"),
-    [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
+    [({}, "20000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
 )
 def test_idle_threads_give_up_their_core_unless_told_otherwise(
     monkeypatch: pytest.MonkeyPatch, given: dict[str, str], spins: str | None
