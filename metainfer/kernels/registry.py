@@ -24,7 +24,7 @@ ALL_OPS = "*"
 # Backends that are tried when the plan names none, by target type. A reference on an accelerator
 # is a slow path that nobody asked for, so it must be named.
 _DEFAULT_ORDER: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {"cpu": ("native", "cpu", REFERENCE)}
+    {"cpu": ("native", "cpu", REFERENCE), "cuda": ("triton",)}
 )
 
 

@@ -1,0 +1,1 @@
+"""Random inputs of every op: for one case and load, at any size, on any device."""

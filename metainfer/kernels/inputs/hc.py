@@ -1,0 +1,33 @@
+"""Inputs for hyper-connections."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from metainfer.kernels.inputs.base import Call, Draw
+
+
+def _streams(case: Any, draw: Draw, rows: int) -> torch.Tensor:
+    return draw.normal(rows, case.streams, case.width, dtype=case.stream_dtype)
+
+
+def mix(case: Any, draw: Draw, rows: int, sharpness: float = 1.0) -> Call:
+    mixes, numbers = (2 + case.streams) * case.streams, case.streams * case.width
+    fn_MK = draw.normal(mixes, numbers, scale=numbers**-0.5)
+    scale_3 = draw.normal(3).abs() * sharpness
+    return Call((fn_MK, draw.normal(mixes), scale_3), (_streams(case, draw, rows),))
+
+
+def expand(case: Any, draw: Draw, rows: int, dtype: str = "") -> Call:
+    y_TD = draw.normal(rows, case.width, dtype=dtype or case.dtype)
+    post_TS = draw.normal(rows, case.streams)
+    comb_TSS = draw.normal(rows, case.streams, case.streams).softmax(-1)
+    return Call((), (_streams(case, draw, rows), y_TD, post_TS, comb_TSS))
+
+
+def head(case: Any, draw: Draw, rows: int) -> Call:
+    numbers = case.streams * case.width
+    fn_SK = draw.normal(case.streams, numbers, scale=numbers**-0.5)
+    return Call((fn_SK, draw.normal(case.streams), draw.normal(1)), (_streams(case, draw, rows),))

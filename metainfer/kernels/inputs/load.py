@@ -1,0 +1,45 @@
+"""The call of an op at one load: real shapes for coverage, verification and benchmarks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from metainfer.kernels.inputs import compress, hc, linear, moe, norm, rope
+from metainfer.kernels.inputs.base import Call, Draw
+from metainfer.ops.base import Load
+
+Loaded = Callable[[Any, Draw, Load], Call]
+
+
+def _by_rows(make: Callable[..., Call]) -> Loaded:
+    """For ops whose inputs have as many rows as the load, and no other size."""
+    return lambda case, draw, load: make(case, draw, load.rows)
+
+
+LOADED: Mapping[str, Loaded] = MappingProxyType(
+    {
+        "norm.rms_norm": _by_rows(norm.rms_norm),
+        "rope.rotate": _by_rows(rope.rotate),
+        "rope.norm_rotate": _by_rows(rope.norm_rotate),
+        "linear.dense": _by_rows(linear.dense),
+        "linear.fp8_block": _by_rows(linear.fp8_block),
+        "linear.grouped": _by_rows(linear.grouped),
+        "hc.mix": _by_rows(hc.mix),
+        "hc.expand": _by_rows(hc.expand),
+        "hc.head": _by_rows(hc.head),
+        "attention.compress": compress.compress_at_load,
+        "attention.compress_decode": compress.compress_decode_at_load,
+        "moe.route_hash": _by_rows(moe.route_hash),
+        "moe.route_learned": _by_rows(moe.route_learned),
+        "moe.experts": _by_rows(moe.experts),
+        "moe.swiglu": _by_rows(moe.swiglu),
+    }
+)
+"""By op: (case, draw, load) -> call."""
+
+
+def at_load(op: str, case: Any, load: Load, draw: Draw) -> Call:
+    """Inputs of `op` for the sizes of `load`, with nothing odd about them."""
+    return LOADED[op](case, draw, load)

@@ -1,0 +1,12 @@
+"""Kernels in Triton, for every target in `launch.TARGETS`."""
+
+from metainfer.kernels.registry import Backend
+from metainfer.kernels.triton.backend import Declared
+from metainfer.kernels.triton.launch import Launcher
+
+DECLARED: tuple[Declared, ...] = ()
+
+
+def triton_backends(launch: Launcher) -> tuple[Backend, ...]:
+    """All backends of this package, started by `launch`."""
+    return tuple(declared.bind(launch) for declared in DECLARED)

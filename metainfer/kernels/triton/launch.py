@@ -1,0 +1,107 @@
+"""Launcher: the one way in which kernels of this package are started.
+
+A backend computes its grid and constants from the case and the shapes of its arguments, never from
+their contents, and hands them to the launcher that it was made with. Whoever made the launcher
+decides what a launch does: run natively or in Triton's interpreter (`JitLauncher`), run the code of
+an older GPU from its PTX (`portable.PtxLauncher`), or only note what would be compiled
+(`record.RecordingLauncher`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import torch
+import triton
+
+Grid = tuple[int, ...]
+
+SHARED_BYTES: Mapping[tuple[int, int], int] = MappingProxyType(
+    {
+        (8, 0): 163 * 1024,
+        (8, 6): 99 * 1024,
+        (8, 9): 99 * 1024,
+        (9, 0): 227 * 1024,
+        (10, 0): 227 * 1024,
+        (12, 0): 99 * 1024,
+    }
+)
+"""Shared memory that one block may use, by compute capability (CUDA C++ Programming Guide, table of
+technical specifications)."""
+
+TARGETS: tuple[tuple[int, int], ...] = tuple(SHARED_BYTES)
+"""Compute capabilities that kernels are written and compiled for."""
+
+
+class Launcher(Protocol):
+    """Starts kernels for one kind of GPU.
+
+    Attributes:
+        capability: of the code that runs, which may be older than the GPU.
+        multiprocessors: of the GPU; what splits work over programs counts with it.
+        interpreted: kernels run in Triton's interpreter, which multiplies bf16 wrongly: widen
+            operands to fp32 before `tl.dot` then.
+    """
+
+    capability: tuple[int, int]
+    multiprocessors: int
+    interpreted: bool
+
+    def __call__(
+        self,
+        kernel: Any,
+        grid: Grid,
+        *arguments: Any,
+        num_warps: int = 4,
+        num_stages: int = 1,
+        **constants: Any,
+    ) -> None:
+        """Start `kernel` over `grid`; nothing happens where the grid is empty.
+
+        Args:
+            arguments: tensors, numbers and None, in the order of the kernel's parameters.
+            constants: its `tl.constexpr` parameters by name.
+        """
+
+
+class JitLauncher:
+    """Runs kernels through Triton's own just-in-time compiler, or its interpreter where the
+    process was started with TRITON_INTERPRET=1 (then on tensors of the CPU)."""
+
+    def __init__(
+        self, capability: tuple[int, int] | None = None, multiprocessors: int | None = None
+    ) -> None:
+        """The current CUDA device's numbers where none are given."""
+        self.interpreted = bool(triton.knobs.runtime.interpret)
+        if capability is None or multiprocessors is None:
+            device = torch.cuda.get_device_properties()
+            capability = capability or (device.major, device.minor)
+            multiprocessors = multiprocessors or device.multi_processor_count
+        self.capability = capability
+        self.multiprocessors = multiprocessors
+
+    def __call__(
+        self,
+        kernel: Any,
+        grid: Grid,
+        *arguments: Any,
+        num_warps: int = 4,
+        num_stages: int = 1,
+        **constants: Any,
+    ) -> None:
+        if 0 not in grid:
+            kernel[grid](*arguments, num_warps=num_warps, num_stages=num_stages, **constants)
+
+
+def shared_limit(capability: tuple[int, int]) -> int:
+    """Bytes of shared memory that one block may use; of the nearest older GPU for one that is not
+    in the table."""
+    known = [older for older in SHARED_BYTES if older <= capability]
+    return SHARED_BYTES[max(known)] if known else 48 * 1024
+
+
+def has_fp8(launch: Launcher) -> bool:
+    """Whether the code may use e4m3 as a type; older GPUs decode its bytes with integers."""
+    return launch.capability >= (8, 9)
