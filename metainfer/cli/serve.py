@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from metainfer.cli.sampling import MODEL_HELP
 from metainfer.cli.terminal import Terminal
@@ -18,6 +20,9 @@ from metainfer.plan.plan import Plan
 from metainfer.plan.settings import EngineSettings
 from metainfer.server.settings import LOOPBACK, ServerSettings
 from metainfer.shipped import model_dir
+
+if TYPE_CHECKING:
+    from metainfer.kernels.registry import Kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +78,7 @@ def run(
         tokenizer, defaults = read_text_side(directory)
         with terminal.progress("loading") as progress:
             engine = Engine.load(directory, settings, progress.update, on_plan=say_plan)
+        say_kernels(terminal, engine.kernels)
         with engine:
             names = options.served_model_name or (directory.resolve().name,)
             app = create_app(
@@ -88,6 +94,16 @@ def run(
             return serve_forever(
                 app, listener, lambda: announce(terminal, url, names, server, directory)
             )
+
+
+def say_kernels(terminal: Terminal, kernels: Sequence[Kernel]) -> None:
+    """One line for each op: the implementation that runs it, and in how many layers; an op whose
+    cases have several has a line for each."""
+    counts = Counter((kernel.op, kernel.backend) for kernel in kernels)
+    terminal.say(f"{'operation':<30}  {'runs on':<12}  uses")
+    for (op, backend), uses in sorted(counts.items()):
+        terminal.say(f"{op:<30}  {backend:<12}  {uses}")
+    terminal.say()
 
 
 def announce(

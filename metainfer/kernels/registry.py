@@ -17,9 +17,7 @@ from metainfer.core.errors import MetainferError, UserError
 from metainfer.ops.base import Target
 from metainfer.ops.capabilities import Capabilities
 from metainfer.ops.catalogue import OPS
-
-REFERENCE = "reference"
-ALL_OPS = "*"
+from metainfer.ops.kernel_order import REFERENCE, allowed, parse_order
 
 # Backends that are tried when the plan names none, by target type. A reference on an accelerator
 # is a slow path that nobody asked for, so it must be named.
@@ -152,36 +150,11 @@ class Registry:
         )
 
     def _candidates(self, op: str, target: Target, order: str) -> tuple[str, ...]:
-        orders = self._parse(order)
-        names = orders.get(op, orders.get(ALL_OPS, _DEFAULT_ORDER.get(target.type, ())))
+        names = allowed(op, self._parse(order), _DEFAULT_ORDER.get(target.type, ()))
         return tuple(name for name in names if name in self._table[op])
 
-    def _parse(self, order: str) -> dict[str, tuple[str, ...]]:
-        orders: dict[str, tuple[str, ...]] = {}
-        for part in filter(None, (part.strip() for part in order.split(";"))):
-            op, _, listed = part.partition("=")
-            op = op.strip()
-            names = tuple(name.strip() for name in listed.split(",") if name.strip())
-            if op != ALL_OPS and op not in self._table:
-                raise UserError(
-                    f"the kernel order names the unknown op {op}",
-                    hint="ops are: " + ", ".join(self._table),
-                )
-            known = self._known_backends(op)
-            for name in names:
-                if name not in known:
-                    raise UserError(
-                        f"the kernel order names the unknown backend {name} for {op}",
-                        hint="backends there are: " + ", ".join(sorted(known)),
-                    )
-            if not names or op in orders:
-                raise UserError(f"the kernel order must list backends of {op} once")
-            orders[op] = names
-        return orders
-
-    def _known_backends(self, op: str) -> frozenset[str]:
-        tables = self._table.values() if op == ALL_OPS else (self._table[op],)
-        return frozenset(name for by in tables for name in by)
+    def _parse(self, order: str) -> Mapping[str, tuple[str, ...]]:
+        return parse_order(order, {op: tuple(by) for op, by in self._table.items()})
 
 
 def _nothing_to_prepare(case: Any, *weights: Any) -> tuple[Any, ...]:

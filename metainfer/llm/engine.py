@@ -27,7 +27,7 @@ from metainfer.core.units import format_bytes, format_seconds
 from metainfer.hardware.machine import Machine
 from metainfer.hardware.probe import probe
 from metainfer.kernels.builtin import builtin_registry
-from metainfer.kernels.registry import Registry
+from metainfer.kernels.registry import Kernel, Registry
 from metainfer.llm.admission import Limits
 from metainfer.llm.client import EngineStats
 from metainfer.llm.loop import Executor, Loop
@@ -56,6 +56,7 @@ class Engine:
 
     Attributes:
         machine, arch, plan: what it runs on, what it runs, and how.
+        kernels: every op that a layer bound, with its backend.
         limits: what a request must keep to.
     """
 
@@ -66,11 +67,13 @@ class Engine:
         plan: Plan,
         executor: Executor,
         *,
+        kernels: Sequence[Kernel] = (),
         check_every_step: bool = False,
     ) -> None:
         self.machine = machine
         self.arch = arch
         self.plan = plan
+        self.kernels = tuple(kernels)
         self.limits = limits_of(arch, plan)
         self._loop = Loop(Scheduler(self.limits), executor, check_every_step=check_every_step)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -108,12 +111,19 @@ class Engine:
         with Checkpoint.open(directory, arch, on_progress=on_progress) as checkpoint:
             if checkpoint.unused:
                 _log.info("%d tensors of drafting blocks are not used", len(checkpoint.unused))
-            runner = _in_a_thread(
+            model, runner = _in_a_thread(
                 lambda: _make_runner(arch, plan, checkpoint, registry, capabilities.target)
             )
         _in_a_thread(lambda: warm_up(runner, plan))
         _log.info("%s is ready after %s", arch.name, format_seconds(time.perf_counter() - began_s))
-        return cls(machine, arch, plan, runner, check_every_step=check_every_step)
+        return cls(
+            machine,
+            arch,
+            plan,
+            runner,
+            kernels=model.kernels,
+            check_every_step=check_every_step,
+        )
 
     # ---- EngineClient ----
 
@@ -216,7 +226,7 @@ def _in_a_thread(work: Callable[[], _Made]) -> _Made:
 
 def _make_runner(
     arch: Arch, plan: Plan, checkpoint: Checkpoint, registry: Registry, target: Target
-) -> Runner[CacheStorage]:
+) -> tuple[DeepseekV4, Runner[CacheStorage]]:
     """Model and cache in memory, and who runs them."""
     device = torch.device(plan.device.value)
     draft_rows = plan.draft_rows.value
@@ -242,7 +252,7 @@ def _make_runner(
     _log.debug(
         "weights %s, cache %s", format_bytes(model.weights_nbytes), format_bytes(cache.nbytes)
     )
-    return Runner(
+    runner = Runner(
         model,
         cache,
         vocab_size=arch.vocab_size,
@@ -251,3 +261,4 @@ def _make_runner(
         max_blocks=blocks_for(plan.max_model_len.value),
         device=device,
     )
+    return model, runner

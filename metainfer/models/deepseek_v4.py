@@ -47,6 +47,7 @@ class DeepseekV4:
 
     Attributes:
         weights_nbytes: bytes of all weights in the form they are kept in.
+        kernels: every op that a layer bound, with its backend.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class DeepseekV4:
         self._head = dense_fp32(build, ["head.weight"])
         self._indexer = StepIndexer(arch, draft_rows, device)
         self.weights_nbytes = build.weights_nbytes
+        self.kernels = tuple(build.kernels)
 
     def forward(self, inputs: StepInputs, cache: CacheStorage) -> torch.Tensor:
         """Run the rows of one step and write what later steps need into `cache`; returns the

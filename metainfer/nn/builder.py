@@ -13,7 +13,7 @@ import torch
 from metainfer.arch.record import Arch
 from metainfer.comm.group import Group
 from metainfer.core.errors import UserError
-from metainfer.kernels.registry import Registry
+from metainfer.kernels.registry import Kernel, Registry
 from metainfer.ops.base import Target
 from metainfer.weights.formats import DenseWeight, Fp8BlockWeight, Weight
 from metainfer.weights.load import Checkpoint
@@ -40,6 +40,7 @@ class LayerBuilder:
         dtype, stream_dtype: names of the formats of activations and of residual streams.
         compute_dtype: `dtype` as torch knows it.
         weights_nbytes: bytes of all weights that were built so far, in the form they are kept in.
+        kernels: all that were bound so far.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class LayerBuilder:
         self.dtype = dtype_name(compute_dtype)
         self.stream_dtype = dtype_name(stream_dtype)
         self.weights_nbytes = 0
+        self.kernels: list[Kernel] = []
         self._registry = registry
         self._target = target
         registry.check_order(kernel_order)
@@ -70,11 +72,11 @@ class LayerBuilder:
 
     def kernel(self, op: str, case: Any) -> Callable[..., Any]:
         """An op without weights, bound to `case`."""
-        return self._registry.bind(op, case, self._target, self._order).run
+        return self._bind(op, case).run
 
     def weighted(self, op: str, case: Any, *weights: Any) -> Callable[..., Any]:
         """An op bound to `case` and to `weights` (tensors, or tuples of them), prepared once."""
-        kernel = self._registry.bind(op, case, self._target, self._order)
+        kernel = self._bind(op, case)
         prepared = kernel.prepare(*(self._placed(weight) for weight in weights))
         self.weights_nbytes += sum(tensor.nbytes for tensor in _tensors(prepared))
         return partial(kernel.run, prepared)
@@ -88,6 +90,11 @@ class LayerBuilder:
     def norm_weight(self, prefix: str) -> torch.Tensor:
         """The fp32 weight [D] of the norm `prefix`."""
         return self.tensor(f"{prefix}.weight", torch.float32)
+
+    def _bind(self, op: str, case: Any) -> Kernel:
+        kernel = self._registry.bind(op, case, self._target, self._order)
+        self.kernels.append(kernel)
+        return kernel
 
     def _placed(self, weight: Any) -> Any:
         if isinstance(weight, tuple):

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from metainfer.ops.base import Target
+from metainfer.ops.kernel_order import allowed, parse_order
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,9 @@ class Capabilities:
     default_order: tuple[str, ...]
     expanding: frozenset[str]
 
-    def covered(self, op: str) -> bool:
-        """Whether `op` runs on the target without naming a backend."""
-        return any(name in self.backends.get(op, ()) for name in self.default_order)
+    def backend_of(self, op: str, order: str = "") -> str | None:
+        """The backend that `order` puts first for `op`, of those that may run on the target; None
+        where it has none. Single cases may be refused and fall to the next."""
+        orders = parse_order(order, self.backends)
+        names = allowed(op, orders, self.default_order)
+        return next((name for name in names if name in self.backends.get(op, ())), None)

@@ -16,6 +16,7 @@ from metainfer.hardware.machine import Gpu, Machine, Unknown
 from metainfer.ops.base import Target
 from metainfer.ops.capabilities import Capabilities
 from metainfer.ops.catalogue import OPS
+from metainfer.ops.kernel_order import REFERENCE
 from metainfer.plan.memory import Fixed, Sizes, fit_memory
 from metainfer.plan.plan import Origin, Plan, Value
 from metainfer.plan.settings import EngineSettings, Residency
@@ -43,7 +44,7 @@ def choose_target(
         return capabilities_of(CPU)
     gpus: tuple[Gpu, ...] = () if isinstance(machine.gpus, Unknown) else machine.gpus
     on_gpus = [capabilities_of(Target("cuda", gpu.capability)) for gpu in gpus]
-    usable = [able for able in on_gpus if not _uncovered(able)]
+    usable = [able for able in on_gpus if not _uncovered(able, settings)]
     if settings.device == "cuda":
         if not gpus:
             why = machine.gpus.why if isinstance(machine.gpus, Unknown) else "none is listed"
@@ -116,8 +117,9 @@ def _flag(name: str, given: T | None) -> Value[Any] | None:
     return None if given is None else Value(given, Origin.FLAG, f"given with {name}")
 
 
-def _uncovered(capabilities: Capabilities) -> list[str]:
-    return [op for op in OPS if not capabilities.covered(op)]
+def _uncovered(capabilities: Capabilities, settings: EngineSettings) -> list[str]:
+    order = settings.kernel_order or ""
+    return [op for op in OPS if capabilities.backend_of(op, order) is None]
 
 
 def _gpu_index(machine: Machine, target: Target) -> int:
@@ -128,12 +130,14 @@ def _gpu_index(machine: Machine, target: Target) -> int:
 
 def _device(machine: Machine, settings: EngineSettings, capabilities: Capabilities) -> Value[str]:
     target = capabilities.target
-    missing = _uncovered(capabilities)
+    missing = _uncovered(capabilities, settings)
     if missing:
         listed = ", ".join(missing[:4]) + (", ..." if len(missing) > 4 else "")
+        default = ",".join((*capabilities.default_order, REFERENCE))
         raise UserError(
             f"{target} has no kernels for {len(missing)} of {len(OPS)} operations ({listed})",
-            hint="leave --device out to run where all operations have one",
+            hint="leave --device out to run where all operations have one, or allow slow"
+            f" references in words: --kernel-order '*={default}'",
         )
     name = f"cuda:{_gpu_index(machine, target)}" if target.type == "cuda" else target.type
     if settings.device is not None:
@@ -207,7 +211,6 @@ def _residency(
     settings: EngineSettings, capabilities: Capabilities
 ) -> tuple[Value[str], Value[str]]:
     """(residency, kernel order): expanding backends run only where the order names them."""
-    default_order: Value[str] = Value("", Origin.DEFAULT, "the device's own order")
     residency = _flag("--weights-residency", settings.weights_residency)
     if residency is None:
         residency = Value(
@@ -215,7 +218,12 @@ def _residency(
         )
     residency = Value(str(residency.value), residency.origin, residency.reason)
     if residency.value == Residency.QUANTISED:
-        return residency, default_order
+        return residency, _kernel_order(settings, capabilities)
+    if settings.kernel_order is not None:
+        raise UserError(
+            "--weights-residency expanded and --kernel-order both choose the implementations",
+            hint="leave one of them out",
+        )
     if not capabilities.expanding:
         raise UserError(
             f"no kernel on {capabilities.target} runs with expanded weights",
@@ -224,6 +232,17 @@ def _residency(
     names = (*sorted(capabilities.expanding), *capabilities.default_order)
     order = "*=" + ",".join(names)
     return residency, Value(order, residency.origin, "weights are to be expanded")
+
+
+def _kernel_order(settings: EngineSettings, capabilities: Capabilities) -> Value[str]:
+    if settings.kernel_order is None:
+        return Value("", Origin.DEFAULT, "the device's own order")
+    order = settings.kernel_order
+    slow = [op for op in OPS if capabilities.backend_of(op, order) == REFERENCE]
+    reason = "given with --kernel-order"
+    if capabilities.target.type != "cpu" and slow:
+        reason += f"; slow references are allowed and run for {', '.join(slow)}"
+    return Value(order, Origin.FLAG, reason)
 
 
 def _threads(machine: Machine, settings: EngineSettings, target: Target) -> Value[int]:

@@ -82,6 +82,12 @@ class EngineSettings:
         aliases=("--num-gpu-blocks-override",),
         unit="blocks",
     )
+    kernel_order: str | None = flag(
+        "--kernel-order",
+        "Implementations to try, best first, as 'op=backend,backend;*=...'; on a GPU the slow"
+        " reference runs only where it is named, as in '*=triton,reference'",
+        stability=Stability.EXPERIMENTAL,
+    )
     threads: int | None = flag("--threads", "CPU threads of one step", unit="n")
 
     def __post_init__(self) -> None:

@@ -6,9 +6,10 @@ import pytest
 
 from metainfer.core.errors import MetainferError, UserError
 from metainfer.kernels.builtin import builtin_registry
-from metainfer.kernels.registry import REFERENCE, YES, Backend, Registry, Verdict, no
+from metainfer.kernels.registry import YES, Backend, Registry, Verdict, no
 from metainfer.ops.base import Target
 from metainfer.ops.catalogue import OPS
+from metainfer.ops.kernel_order import REFERENCE
 from metainfer.ops.norm import RmsNormCase
 
 OP = "norm.rms_norm"
@@ -128,9 +129,12 @@ def test_capabilities_of_the_registry() -> None:
     assert found.backends[OP] == ("cpu", "card", REFERENCE)
     assert found.default_order == ("native", "cpu", REFERENCE)
     assert found.expanding == {"wide"}
-    assert found.covered(OP)
-    assert not found.covered("moe.swiglu")
-    assert not some_registry().capabilities(CARD).covered(OP)
+    assert found.backend_of(OP) == "cpu"
+    assert found.backend_of(OP, f"{OP}=card,cpu") == "card"
+    assert found.backend_of("moe.swiglu") is None
+    on_card = some_registry().capabilities(CARD)
+    assert on_card.backend_of(OP) is None
+    assert on_card.backend_of(OP, f"*={REFERENCE}") == REFERENCE
 
 
 def test_every_op_runs_on_a_cpu_at_every_model_shape() -> None:

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from metainfer.kernels.registry import REFERENCE, Registry
+from metainfer.kernels.registry import Registry
 from metainfer.ops.catalogue import OPS
+from metainfer.ops.kernel_order import REFERENCE
 from tests.fakes.op_inputs import Call, make
 
 # Arguments that an op may or must overwrite, by place.

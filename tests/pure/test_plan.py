@@ -108,6 +108,19 @@ def test_expanded_weights_name_their_kernels():
     assert "expanded weights" in refusal(able=without, weights_residency="expanded")
 
 
+def test_a_reference_on_an_accelerator_is_allowed_in_words():
+    slow = ("moe.experts", "moe.swiglu")
+    with_references = {op: ("reference",) if op in slow else ("triton", "reference") for op in OPS}
+    able = Capabilities(Target("cuda", (12, 0)), with_references, ("triton",), frozenset())
+    machine = make_machine(gpus=(CARD,))
+    assert "--kernel-order" in refusal(machine, able=able, device="cuda")
+    allowed = plan(machine, able=able, device="cuda", kernel_order="*=triton,reference")
+    assert allowed.device.value == "cuda:0"
+    assert "moe.experts, moe.swiglu" in allowed.kernel_order.reason
+    assert "unknown backend fast" in refusal(kernel_order="*=fast")
+    assert "both choose" in refusal(weights_residency="expanded", kernel_order="*=cpu")
+
+
 # ---- the ledger ----
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from metainfer.kernels.reference.dtypes import TORCH_DTYPES
-from metainfer.kernels.registry import REFERENCE, Backend
+from metainfer.kernels.registry import Backend
 from metainfer.ops.attention import AttentionCase
+from metainfer.ops.kernel_order import REFERENCE
 
 
 def sparse_prefill(

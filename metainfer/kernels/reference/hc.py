@@ -6,8 +6,9 @@ import torch
 
 from metainfer.kernels.reference.dtypes import TORCH_DTYPES
 from metainfer.kernels.reference.norm import rms
-from metainfer.kernels.registry import REFERENCE, Backend
+from metainfer.kernels.registry import Backend
 from metainfer.ops.hc import HyperCase
+from metainfer.ops.kernel_order import REFERENCE
 
 Tensors = tuple[torch.Tensor, ...]
 

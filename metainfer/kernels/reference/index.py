@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from metainfer.kernels.registry import REFERENCE, Backend
+from metainfer.kernels.registry import Backend
 from metainfer.ops.index import IndexCase
+from metainfer.ops.kernel_order import REFERENCE
 
 
 def index_topk(

@@ -6,7 +6,8 @@ import torch
 
 from metainfer.kernels.reference.dequantise import fp8_block, to_float
 from metainfer.kernels.reference.dtypes import TORCH_DTYPES
-from metainfer.kernels.registry import REFERENCE, Backend
+from metainfer.kernels.registry import Backend
+from metainfer.ops.kernel_order import REFERENCE
 from metainfer.ops.linear import DenseCase, Fp8BlockCase, GroupedCase
 
 Tensors = tuple[torch.Tensor, ...]

@@ -6,7 +6,8 @@ import torch
 
 from metainfer.kernels.reference.dequantise import to_float
 from metainfer.kernels.reference.dtypes import TORCH_DTYPES
-from metainfer.kernels.registry import REFERENCE, Backend
+from metainfer.kernels.registry import Backend
+from metainfer.ops.kernel_order import REFERENCE
 from metainfer.ops.moe import ExpertsCase, RouteCase, SwigluCase
 
 Tensors = tuple[torch.Tensor, ...]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from metainfer.kernels.reference.dtypes import TORCH_DTYPES
-from metainfer.kernels.registry import REFERENCE, Backend
+from metainfer.kernels.registry import Backend
+from metainfer.ops.kernel_order import REFERENCE
 from metainfer.ops.norm import RmsNormCase
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from metainfer.kernels.reference.norm import rms
-from metainfer.kernels.registry import REFERENCE, Backend
+from metainfer.kernels.registry import Backend
+from metainfer.ops.kernel_order import REFERENCE
 from metainfer.ops.rope import NormRotateCase, RotateCase
 
 
