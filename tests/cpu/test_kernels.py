@@ -6,10 +6,11 @@ from __future__ import annotations
 import pytest
 
 from metainfer.kernels.builtin import builtin_registry
+from metainfer.kernels.compare import run
 from metainfer.ops.base import Target
 from metainfer.ops.catalogue import OPS
 from metainfer.ops.kernel_order import REFERENCE
-from tests.fakes.op_checks import check, run
+from tests.fakes.op_checks import check
 from tests.fakes.op_inputs import VARIANTS, make
 
 CPU = Target("cpu")

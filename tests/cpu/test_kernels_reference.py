@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from metainfer.kernels.builtin import builtin_registry
+from metainfer.kernels.compare import index_scores, run
 from metainfer.kernels.reference.dequantise import fp4_group, fp8_block, scales_to_float
 from metainfer.ops.catalogue import OPS
 from metainfer.ops.kernel_order import REFERENCE
-from tests.fakes.op_checks import assert_near, index_scores, run
+from tests.fakes.op_checks import assert_near
 from tests.fakes.op_inputs import Call, make
 
 REGISTRY = builtin_registry()

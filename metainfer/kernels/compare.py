@@ -1,0 +1,211 @@
+"""Whether a backend returns what the reference returns: for tests, verification, benchmarks.
+
+Numbers may differ by the op's tolerance, relative to the largest number expected. Lists of chosen
+entries may differ where a rounding decides. Memory that a backend takes with `torch.empty` can be
+poisoned, so that a result that was never written shows as NaN (`Poisoned`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from metainfer.kernels.inputs.base import Call
+from metainfer.kernels.registry import Registry
+from metainfer.ops.catalogue import OPS
+
+OVERWRITTEN: Mapping[str, frozenset[int]] = MappingProxyType(
+    {
+        "rope.rotate": frozenset({0}),
+        "rope.norm_rotate": frozenset({0}),
+        "hc.expand": frozenset({0}),
+        "moe.swiglu": frozenset({0}),
+    }
+)
+"""Arguments that an op may or must overwrite, by place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Attributes:
+    error: largest difference over the largest number expected, of all results; 0 for lists.
+    problem: what is wrong, in a few words; "" where nothing is.
+    """
+
+    error: float
+    problem: str = ""
+
+
+def run(registry: Registry, op: str, backend: str, case: Any, call: Call) -> tuple[Any, ...]:
+    """The results of one backend as a tuple."""
+    chosen = registry.backends(op)[backend]
+    arguments = call.arguments
+    if OPS[op].weights:
+        prepare = chosen.prepare
+        prepared = prepare(case, *call.weights) if prepare else call.weights
+        arguments = (prepared, *arguments)
+    result = chosen.run(case, *arguments)
+    return result if isinstance(result, tuple) else (result,)
+
+
+def compare(
+    op: str,
+    case: Any,
+    call: Call,
+    actual: tuple[Any, ...],
+    expected: tuple[Any, ...],
+    exact: bool = False,
+) -> Comparison:
+    """Results of a backend against those of the reference on one device.
+
+    Args:
+        call: the inputs of both.
+        exact: lists must be equal, as where the inputs are such that no rounding can decide.
+    """
+    if len(actual) != len(expected):
+        return Comparison(torch.inf, f"{len(actual)} results instead of {len(expected)}")
+    for place, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
+        if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
+            found = f"{ours.dtype} {list(ours.shape)}, not {theirs.dtype} {list(theirs.shape)}"
+            return Comparison(torch.inf, f"result {place} is {found}")
+    tolerance = OPS[op].tolerance.of(case.dtype)
+    special = None if exact else _SPECIAL.get(op)
+    if special is not None:
+        return special(case, call, actual, expected, tolerance)
+    return worst(
+        near(ours, theirs, tolerance) for ours, theirs in zip(actual, expected, strict=True)
+    )
+
+
+def near(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float) -> Comparison:
+    """Differences are small against the largest finite number expected; whole numbers are equal."""
+    if not ours.is_floating_point():
+        if torch.equal(ours, theirs):
+            return Comparison(0.0)
+        return Comparison(0.0, f"{int((ours != theirs).sum())} of {ours.numel()} numbers differ")
+    if not theirs.numel():
+        return Comparison(0.0)
+    theirs = theirs.double()
+    difference = torch.where(ours == theirs, 0.0, (ours.double() - theirs).abs())
+    largest = float(torch.where(theirs.isfinite(), theirs.abs(), 0.0).amax())
+    off = float(difference.amax())  # NaN where any is
+    error = off / largest if largest else off
+    if off <= tolerance * largest:
+        return Comparison(error)
+    return Comparison(error, f"off by {off:.3g} where the largest is {largest:.3g}")
+
+
+def worst(comparisons: Any) -> Comparison:
+    """The first that has a problem, or the one that is off by most."""
+    found = list(comparisons)
+    return max(found, key=lambda one: (bool(one.problem), one.error), default=Comparison(0.0))
+
+
+def index_scores(case: Any, call: Call) -> torch.Tensor:
+    """float64 [T, E] scores of every listed entry; NaN where they are NaN."""
+    q_THI, weights_TH, keys_MI, rows = call.arguments[:4]
+    keys = keys_MI[rows.clamp(min=0)].double().expand(len(q_THI), -1, -1)
+    products_THE = q_THI.double() @ keys.transpose(1, 2)
+    scale = (case.width * case.heads) ** -0.5
+    return (weights_TH.double().unsqueeze(2) * products_THE.relu()).sum(1) * scale
+
+
+def _same_choice(
+    case: Any, call: Call, actual: tuple[Any, ...], expected: tuple[Any, ...], tolerance: float
+) -> Comparison:
+    """As many entries, ascending and distinct; where a rounding lets the choice differ, entries
+    whose true scores are equal within the tolerance."""
+    ours, theirs = actual[0], expected[0]
+    if not torch.equal(ours < 0, theirs < 0):
+        return Comparison(torch.inf, "another number of entries was chosen")
+    if not ((ours[:, 1:] > ours[:, :-1]) | (ours[:, 1:] < 0)).all():
+        return Comparison(torch.inf, "the entries are not in ascending order")
+    if torch.equal(ours, theirs):
+        return Comparison(0.0)
+    found = []
+    scores_TE = index_scores(case, call)
+    for row in (ours != theirs).any(1).nonzero().flatten().tolist():
+        mine, other = set(ours[row].tolist()), set(theirs[row].tolist())
+        lost, won = sorted(other - mine), sorted(mine - other)
+        scores_E = scores_TE[row]
+        largest = float(scores_E.abs().max())
+        off = max(float(scores_E[lost].max() - scores_E[won].min()), 0.0)
+        problem = f"row {row} misses an entry that scores {off:.3g} more than one it has"
+        found.append(Comparison(off / largest, "" if off <= tolerance * largest else problem))
+    return worst(found)
+
+
+def _same_routes(
+    case: Any, call: Call, actual: tuple[Any, ...], expected: tuple[Any, ...], tolerance: float
+) -> Comparison:
+    """The same experts with the same weights, in any order."""
+    (ours, our_weights), (theirs, their_weights) = (
+        (ids.sort(-1).values, weights.gather(1, ids.argsort(-1)))
+        for ids, weights in (actual, expected)
+    )
+    if not torch.equal(ours, theirs):
+        return Comparison(torch.inf, "other experts were chosen")
+    return near(our_weights, their_weights, tolerance)
+
+
+_SPECIAL: Mapping[str, Callable[..., Comparison]] = MappingProxyType(
+    {
+        "attention.index_topk": _same_choice,
+        "attention.index_topk_decode": _same_choice,
+        "moe.route_learned": _same_routes,
+    }
+)
+
+
+def changed(op: str, before: Call, after: Call) -> str:
+    """Which argument or weight was changed that `op` may not overwrite; "" where none was."""
+    for place, (old, new) in enumerate(zip(before.arguments, after.arguments, strict=True)):
+        if place not in OVERWRITTEN.get(op, ()):
+            for one, other in zip(tensors(old), tensors(new), strict=True):
+                if not same_bytes(one, other):
+                    return f"argument {place} was changed"
+    for one, other in zip(tensors(before.weights), tensors(after.weights), strict=True):
+        if not same_bytes(one, other):
+            return "a weight was changed"
+    return ""
+
+
+def tensors(value: Any) -> list[torch.Tensor]:
+    """All tensors of an argument, which may be a tuple of them."""
+    if isinstance(value, tuple | list):
+        return [tensor for part in value for tensor in tensors(part)]
+    return [value] if isinstance(value, torch.Tensor) else []
+
+
+def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    one, other = one.contiguous(), other.contiguous()
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+class Poisoned(TorchFunctionMode):
+    """While it is on, memory that Python code takes without filling it holds 255 in every byte:
+    NaN in every floating point format, -1 in whole numbers. Freed and fresh memory is often zero,
+    which hides what a kernel never wrote; here the fill does not depend on the allocator."""
+
+    _FACTORIES = frozenset(
+        {
+            torch.empty,
+            torch.empty_like,
+            torch.empty_strided,
+            torch.Tensor.new_empty,
+            torch.Tensor.new_empty_strided,
+        }
+    )
+
+    def __torch_function__(
+        self, function: Any, types: Any, arguments: tuple = (), named: Any = None
+    ) -> Any:
+        result = function(*arguments, **(named or {}))
+        if function in self._FACTORIES and result.device.type != "meta":
+            result.untyped_storage().fill_(255)
+        return result
