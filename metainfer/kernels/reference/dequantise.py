@@ -22,14 +22,19 @@ def fp8_block(codes: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) 
     return codes.float() * full[..., :rows, :columns]
 
 
-def fp4_group(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """uint8 [..., O, I / 2], the even column in the low nibble, times the scale of each group of
-    columns -> fp32 [..., O, I]."""
+def decode_e2m1(packed: torch.Tensor) -> torch.Tensor:
+    """uint8 [..., N / 2], the even channel in the low nibble -> fp32 [..., N]."""
     magnitudes = torch.tensor(E2M1_VALUES, device=packed.device)
     table = torch.cat([magnitudes, -magnitudes])
     codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
-    group = codes.shape[-1] // scale.shape[-1]
-    return table[codes.long()] * scales_to_float(scale).repeat_interleave(group, -1)
+    return table[codes.long()]
+
+
+def fp4_group(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """e2m1 codes [..., O, I / 2] times the scale of each group of columns -> fp32 [..., O, I]."""
+    numbers = decode_e2m1(packed)
+    group = numbers.shape[-1] // scale.shape[-1]
+    return numbers * scales_to_float(scale).repeat_interleave(group, -1)
 
 
 def to_float(
