@@ -1,0 +1,185 @@
+"""Runs code that was compiled for an older GPU on a newer one, from its PTX.
+
+The driver translates PTX of sm_80 or sm_89 for any newer GPU. The code keeps what the older one
+can do: no instruction and no more shared memory than it has. That is how the kernels of a card
+that is not at hand are checked and timed. (Results hold for that card too; times are those of its
+code on the GPU that runs it.)
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from metainfer.core.errors import MetainferError, UserError
+from metainfer.kernels.triton.driver import Driver
+from metainfer.kernels.triton.launch import Grid, shared_limit
+from metainfer.kernels.triton.record import CompileUnit, unit_of
+
+PORTABLE = ((8, 0), (8, 9))
+"""Capabilities whose PTX is used; code for newer ones ("sm_90a") runs on those alone."""
+
+_THREADS_PER_WARP = 32
+_PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.([a-z]+)(\d+)[^,)]*")
+_NUMBERS = {
+    "i8": ctypes.c_int8,
+    "u8": ctypes.c_uint8,
+    "u1": ctypes.c_uint8,
+    "i16": ctypes.c_int16,
+    "u16": ctypes.c_uint16,
+    "i32": ctypes.c_int32,
+    "u32": ctypes.c_uint32,
+    "i64": ctypes.c_int64,
+    "u64": ctypes.c_uint64,
+    "fp32": ctypes.c_float,
+    "fp64": ctypes.c_double,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A function in a GPU's memory.
+
+    Attributes:
+        types: of its arguments, the null pointers that Triton adds at the end included.
+    """
+
+    function: int
+    types: tuple[Any, ...]
+    threads: int
+    shared_bytes: int
+
+
+class PtxLauncher:
+    """Starts kernels as code for `capability` on the current CUDA device.
+
+    The first launch of a unit compiles and loads it, which a CUDA graph cannot capture; later ones
+    can be captured.
+    """
+
+    def __init__(
+        self,
+        capability: tuple[int, int] = (8, 9),
+        multiprocessors: int | None = None,
+        driver: Driver | None = None,
+    ) -> None:
+        """
+        Args:
+            multiprocessors: those of the current device where none are given.
+            driver: NVIDIA's on this machine where none is given.
+        """
+        if capability not in PORTABLE:
+            raise UserError(
+                f"no code for sm_{capability[0]}{capability[1]} runs on other GPUs",
+                hint="take " + " or ".join(f"sm_{major}{minor}" for major, minor in PORTABLE),
+            )
+        self.capability = capability
+        self.interpreted = False
+        self._driver = driver or Driver()
+        if multiprocessors is None:
+            multiprocessors = torch.cuda.get_device_properties().multi_processor_count
+        self.multiprocessors = multiprocessors
+        self._loaded: dict[tuple[int, CompileUnit], Loaded] = {}
+
+    def __call__(
+        self,
+        kernel: Any,
+        grid: Grid,
+        *arguments: Any,
+        num_warps: int = 4,
+        num_stages: int = 1,
+        **constants: Any,
+    ) -> None:
+        if 0 in grid:
+            return
+        constants.update(num_warps=num_warps, num_stages=num_stages)
+        unit, runtime = unit_of(kernel, arguments, constants)
+        stream = torch.cuda.current_stream()
+        device = stream.device.index
+        self._driver.enter(device)
+        loaded = self._loaded.get((device, unit))
+        if loaded is None:
+            loaded = self._loaded[device, unit] = load(self._driver, unit, self.capability)
+        values = packed(loaded.types, runtime)
+        self._driver.launch(
+            loaded.function,
+            (*grid, 1, 1)[:3],
+            loaded.threads,
+            loaded.shared_bytes,
+            stream.cuda_stream,
+            values,
+        )
+
+
+def load(driver: Driver, unit: CompileUnit, capability: tuple[int, int]) -> Loaded:
+    """Compile `unit` for `capability` and bring it into the current device's memory.
+
+    Raises:
+        MetainferError: it needs more shared memory than that GPU has, or something of its launcher
+            that is not done here.
+    """
+    compiled = unit.compile(capability)
+    metadata, ptx = compiled.metadata, compiled.asm["ptx"]
+    limit = shared_limit(capability)
+    if metadata.shared > limit:
+        raise MetainferError(
+            f"{unit.name} needs {metadata.shared} bytes of shared memory and"
+            f" sm_{capability[0]}{capability[1]} has {limit}"
+        )
+    for name, plain in _PLAIN_METADATA.items():
+        value = getattr(metadata, name, plain)
+        if value != plain and value:
+            raise MetainferError(f"{unit.name} wants {name} = {value}, which PTX alone cannot give")
+    types = parameter_types(unit, ptx, metadata.name)
+    function = driver.load(ptx, metadata.name)
+    driver.allow_shared(function, metadata.shared)
+    return Loaded(function, types, metadata.num_warps * _THREADS_PER_WARP, metadata.shared)
+
+
+# What Triton's own launcher would see to, with the value at which there is nothing to do.
+_PLAIN_METADATA = {
+    "global_scratch_size": 0,
+    "profile_scratch_size": 0,
+    "num_ctas": 1,
+    "launch_cooperative_grid": False,
+    "launch_pdl": False,
+    "tensordesc_meta": None,
+}
+
+
+def parameter_types(unit: CompileUnit, ptx: str, name: str) -> tuple[Any, ...]:
+    """C types of the function's parameters, as many as its PTX lists: after the unit's own come
+    pointers to scratch memory, as many as the version of Triton has."""
+    entry = re.search(rf"\.entry\s+{re.escape(name)}\s*\((.*?)\)", ptx, re.DOTALL)
+    if entry is None:
+        raise MetainferError(f"the PTX of {unit.name} has no entry {name}")
+    bits = [int(width) for _, width in _PARAMETER.findall(entry[1])]
+    types = [
+        ctypes.c_uint64 if kind.startswith("*") else _number_type(unit, kind)
+        for kind in unit.runtime_types
+    ]
+    types += [ctypes.c_uint64] * (len(bits) - len(types))
+    if [8 * ctypes.sizeof(kind) for kind in types] != bits:
+        raise MetainferError(
+            f"{unit.name} takes {unit.runtime_types} and its PTX has parameters of {bits} bits"
+        )
+    return tuple(types)
+
+
+def _number_type(unit: CompileUnit, kind: str) -> Any:
+    if kind not in _NUMBERS:
+        raise MetainferError(f"{unit.name} takes a number of type {kind}, which is not packed here")
+    return _NUMBERS[kind]
+
+
+def packed(types: tuple[Any, ...], runtime: tuple[Any, ...]) -> list[Any]:
+    """One C value per parameter; null for the pointers at the end."""
+    values = [
+        kind(value.data_ptr() if isinstance(value, torch.Tensor) else value)
+        for kind, value in zip(types, runtime, strict=False)
+    ]
+    return values + [kind(0) for kind in types[len(runtime) :]]
