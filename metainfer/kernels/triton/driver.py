@@ -80,7 +80,7 @@ class Driver:
         stream: int,
         values: Sequence[Any],
     ) -> None:
-        """Start `function` on `stream`; the driver copies `values`, which are C numbers, at once."""
+        """Start `function` on `stream`; the driver copies the C numbers in `values` at once."""
         places = (_pointer * len(values))(*(ctypes.addressof(value) for value in values))
         code = self._cuda.cuLaunchKernel(
             _pointer(function), *grid, threads, 1, 1, shared_bytes, _pointer(stream), places, None
