@@ -1,0 +1,111 @@
+"""Codes of 8 and 4 bits in kernels: to fp32 and back, exactly, with and without a type for them.
+
+Bytes are uint8 tensors. `FP8` says whether the code may use e4m3 as a type (`launch.has_fp8` to
+decode, `launch.casts_to_fp8` to encode); without it bits are moved by integers, which every GPU and
+the interpreter do alike. Meanings, ties and what NaN becomes: `ops/formats.py`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def as_bits(x):
+    """fp32 -> the same bits as int32."""
+    return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def as_float(bits):
+    """int32 -> the same bits as fp32."""
+    return bits.to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def e4m3_to_float(codes, FP8: tl.constexpr):
+    """uint8 -> fp32; 0x7F and 0xFF are NaN (but 480 in the interpreter with `FP8`)."""
+    if FP8:
+        return codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        # Exponent and mantissa where fp32 has them, 120 too low: subnormals come right by
+        # themselves.
+        wide = codes.to(tl.int32)
+        number = as_float(((wide & 0x80) << 24) | ((wide & 0x7F) << 20)) * 1.329227995784916e36
+        return tl.where((wide & 0x7F) == 0x7F, float("nan"), number)
+
+
+@triton.jit
+def float_to_e4m3(x, FP8: tl.constexpr):
+    """fp32 that is no NaN -> uint8, to nearest, ties to even, saturating."""
+    if FP8:
+        return tl.clamp(x, -448.0, 448.0).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        bits = as_bits(x)
+        sign = (bits >> 24) & 0x80
+        magnitude = tl.minimum(tl.abs(x), 448.0)
+        kept = as_bits(magnitude)
+        normal = ((kept + 0x7FFFF + ((kept >> 20) & 1)) >> 20) - (120 << 3)
+        # Below 2^-6 codes are multiples of 2^-9; so are floats from 2^14 to 2^15.
+        small = as_bits(magnitude + 16384.0) - 0x46800000
+        return (tl.where(magnitude < 0.015625, small, normal) | sign).to(tl.uint8)
+
+
+@triton.jit
+def e2m1_to_float(codes):
+    """Integers of which the low four bits count -> fp32."""
+    wide = codes.to(tl.int32)
+    bits = ((wide & 8) << 28) | ((wide & 7) << 22)
+    return as_float(bits) * 8.507059173023462e37  # 2^126
+
+
+@triton.jit
+def float_to_e2m1(x):
+    """fp32 that is no NaN -> int32 of 0 .. 15, to nearest, ties to even, saturating."""
+    sign = (as_bits(x) >> 28) & 8
+    magnitude = tl.minimum(tl.abs(x), 6.0)
+    kept = as_bits(magnitude)
+    normal = ((kept + 0x1FFFFF + ((kept >> 22) & 1)) >> 22) - (126 << 1)
+    # Below 1 codes are multiples of 1/2; so are floats from 2^22 to 2^23.
+    small = as_bits(magnitude + 4194304.0) - 0x4A800000
+    return tl.where(magnitude < 1.0, small, normal) | sign
+
+
+@triton.jit
+def e8m0_to_float(scales):
+    """uint8 -> fp32; 255 is NaN, 0 is 2^-127."""
+    wide = scales.to(tl.int32)
+    number = as_float(tl.where(wide == 0, 0x400000, wide << 23))
+    return tl.where(wide == 255, float("nan"), number)
+
+
+@triton.jit
+def amax_bits(x, AXIS: tl.constexpr):
+    """fp32 -> int32, the bits of the largest magnitude along an axis: more than 0x7F800000 where
+    there is a NaN. Bits of magnitudes are in the order of the magnitudes."""
+    return tl.max(as_bits(x) & 0x7FFFFFFF, axis=AXIS)
+
+
+@triton.jit
+def e8m0_of_amax(bits, floor, CODE: tl.constexpr):
+    """Scales of blocks: int32 bits of the largest magnitudes -> int32 bytes b of 2^(b - 127) =
+    2^ceil(log2(max(amax, floor) / largest code)); 255 where amax is NaN.
+
+    The largest e4m3 is 1.75 * 2^8 and the largest e2m1 1.5 * 2^2, so the power goes up by one where
+    the mantissa passes .75 or .5, and no division rounds.
+
+    Args:
+        floor: smallest amax, positive.
+        CODE: "e4m3" or "e2m1".
+    """
+    kept = tl.minimum(tl.maximum(bits, as_bits(tl.full([], floor, tl.float32))), 0x7F800000)
+    past: tl.constexpr = 0x1FFFFF if CODE == "e4m3" else 0x3FFFFF
+    power: tl.constexpr = 8 if CODE == "e4m3" else 2
+    return tl.where(bits > 0x7F800000, 255, ((kept + past) >> 23) - power)
+
+
+@triton.jit
+def e8m0_inverse(scale):
+    """int32 bytes b from 1 to 253 -> fp32 2^(127 - b), to multiply with; 0 for 255."""
+    return as_float(tl.where(scale == 255, 0, (254 - scale) << 23))
