@@ -16,6 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from metainfer.kernels.inputs.base import Call
+from metainfer.kernels.reference.formats import decode_index
 from metainfer.kernels.registry import Registry
 from metainfer.ops.catalogue import OPS
 
@@ -106,37 +107,61 @@ def worst(comparisons: Any) -> Comparison:
     return max(found, key=lambda one: (bool(one.problem), one.error), default=Comparison(0.0))
 
 
-def index_scores(case: Any, call: Call) -> torch.Tensor:
-    """float64 [T, E] scores of every listed entry; NaN where they are NaN."""
-    q_THI, weights_TH, keys_MI, rows = call.arguments[:4]
-    keys = keys_MI[rows.clamp(min=0)].double().expand(len(q_THI), -1, -1)
-    products_THE = q_THI.double() @ keys.transpose(1, 2)
-    scale = (case.width * case.heads) ** -0.5
-    return (weights_TH.double().unsqueeze(2) * products_THE.relu()).sum(1) * scale
+def index_scores(case: Any, call: Call, row: int) -> torch.Tensor:
+    """float64 [E], the scores of all entries that a row of an indexer's call sees; NaN where they
+    are NaN, -inf outside the candidates."""
+    q, weights_TH, keys, key_rows, *others, candidates_TB = call.arguments
+    if others:
+        sequence_T, positions_T = others
+        seen = min((int(positions_T[row]) + 1) // case.ratio, key_rows.shape[1])
+        rows_E = key_rows[0 if sequence_T is None else sequence_T[row], :seen]
+    else:
+        rows_E = key_rows[row][key_rows[row] >= 0]
+    keys_EI, q_HI = (_decoded(case, coded, at) for coded, at in ((keys, rows_E), (q, row)))
+    products_HE = q_HI @ keys_EI.T
+    scores_E = weights_TH[row].double() @ products_HE.relu() * (case.width * case.heads) ** -0.5
+    if candidates_TB is None:
+        return scores_E
+    blocks_E = torch.arange(len(scores_E), device=scores_E.device) // case.candidate_block
+    return scores_E.masked_fill(~torch.isin(blocks_E, candidates_TB[row]), -torch.inf)
+
+
+def _decoded(case: Any, coded: Any, rows: Any) -> torch.Tensor:
+    """float64, some rows of index keys or queries."""
+    if isinstance(coded, torch.Tensor):
+        return coded[rows].double()
+    return decode_index(case.key_format, *(part[rows] for part in coded)).double()
+
+
+def block_scores(case: Any, scores_E: torch.Tensor) -> torch.Tensor:
+    """[N], what the blocks of candidates are as good as; the newest is better than all."""
+    missing = -len(scores_E) % case.candidate_block
+    padded = torch.nn.functional.pad(scores_E, (0, missing), value=-torch.inf)
+    scores_N = padded.view(-1, case.candidate_block).amax(-1)
+    scores_N[-1:] = torch.inf
+    return scores_N
 
 
 def _same_choice(
     case: Any, call: Call, actual: tuple[Any, ...], expected: tuple[Any, ...], tolerance: float
 ) -> Comparison:
     """As many entries, ascending and distinct; where a rounding lets the choice differ, entries
-    whose true scores are equal within the tolerance."""
-    ours, theirs = actual[0], expected[0]
-    if not torch.equal(ours < 0, theirs < 0):
-        return Comparison(torch.inf, "another number of entries was chosen")
-    if not ((ours[:, 1:] > ours[:, :-1]) | (ours[:, 1:] < 0)).all():
-        return Comparison(torch.inf, "the entries are not in ascending order")
-    if torch.equal(ours, theirs):
-        return Comparison(0.0)
+    whose true scores are equal within the tolerance. Blocks of candidates likewise."""
     found = []
-    scores_TE = index_scores(case, call)
-    for row in (ours != theirs).any(1).nonzero().flatten().tolist():
-        mine, other = set(ours[row].tolist()), set(theirs[row].tolist())
-        lost, won = sorted(other - mine), sorted(mine - other)
-        scores_E = scores_TE[row]
-        largest = float(scores_E.abs().max())
-        off = max(float(scores_E[lost].max() - scores_E[won].min()), 0.0)
-        problem = f"row {row} misses an entry that scores {off:.3g} more than one it has"
-        found.append(Comparison(off / largest, "" if off <= tolerance * largest else problem))
+    for place, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
+        if not torch.equal(ours < 0, theirs < 0):
+            return Comparison(torch.inf, "another number of entries was chosen")
+        if not ((ours[:, 1:] > ours[:, :-1]) | (ours[:, 1:] < 0)).all():
+            return Comparison(torch.inf, "the entries are not in ascending order")
+        for row in (ours != theirs).any(1).nonzero().flatten().tolist():
+            mine, other = set(ours[row].tolist()), set(theirs[row].tolist())
+            lost, won = sorted(other - mine), sorted(mine - other)
+            scores_E = index_scores(case, call, row)
+            largest = float(scores_E[scores_E.isfinite()].abs().max())
+            scores_N = block_scores(case, scores_E) if place else scores_E
+            off = max(float(scores_N[lost].max() - scores_N[won].min()), 0.0)
+            problem = f"row {row} misses an entry that scores {off:.3g} more than one it has"
+            found.append(Comparison(off / largest, "" if off <= tolerance * largest else problem))
     return worst(found)
 
 

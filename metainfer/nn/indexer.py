@@ -45,7 +45,7 @@ class Indexer:
             return entry_rows_TE
         q_THI = self._rotated_queries(q_rank_TQ, rotation_TR2)
         keys_MI = cache.rows(Kind.INDEX_KEYS, self._layer)
-        ids_TK = self._choose_decode(q_THI, weights_TH, keys_MI, entry_rows_TE)
+        ids_TK = self._choose_decode(q_THI, weights_TH, keys_MI, entry_rows_TE, None)
         # Entries and index keys lie in the same rows; -1 becomes the last column, which holds -1.
         return entry_rows_TE.gather(1, ids_TK % entry_rows_TE.shape[1])
 
@@ -64,7 +64,9 @@ class Indexer:
             return None
         q_PHI = self._rotated_queries(q_rank_PQ, rotation_PR2)
         keys_MI = cache.rows(Kind.INDEX_KEYS, self._layer)
-        return self._choose(q_PHI, weights_PH, keys_MI, windows.entry_rows_E, start)
+        entry_rows_1E = windows.entry_rows_E.unsqueeze(0)
+        positions_P = torch.arange(start, start + len(q_PHI), device=q_PHI.device)
+        return self._choose(q_PHI, weights_PH, keys_MI, entry_rows_1E, None, positions_P, None)
 
     def _rotated_queries(self, q_rank_TQ: torch.Tensor, rotation_TR2: torch.Tensor) -> torch.Tensor:
         q_THI = self._queries(q_rank_TQ).view(-1, self._heads, self._width)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from metainfer.ops.base import ELEMENT_BYTES, Cost, Load, Op
+from metainfer.ops.formats import INDEX_FORMATS
+
+DENSE = "dense"
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +16,13 @@ class IndexCase:
     heads, width: H and I of the index queries.
     topk: K, entries chosen at most.
     ratio: tokens per entry.
-    dtype: format of queries and products.
+    dtype: format of dense queries and of their products.
+    key_format: "dense": queries and keys are plain numbers; or a name of `INDEX_FORMATS`: both are
+        pairs of codes and scales.
+    candidate_blocks: B, blocks of entries that one layer names and later layers search in; 0 where
+        no layer does.
+    candidate_block: entries of such a block.
+    publishes: this use names the candidates; with B > 0 and without it, it is given them.
     """
 
     heads: int
@@ -21,54 +30,127 @@ class IndexCase:
     topk: int
     ratio: int = 4
     dtype: str = "bfloat16"
+    key_format: str = DENSE
+    candidate_blocks: int = 0
+    candidate_block: int = 8
+    publishes: bool = False
+
+    @property
+    def searches_candidates(self) -> bool:
+        return self.candidate_blocks > 0 and not self.publishes
+
+
+def key_bytes(case: IndexCase) -> int:
+    """Bytes of one index key, and of one head's query."""
+    if case.key_format == DENSE:
+        return ELEMENT_BYTES[case.dtype] * case.width
+    form = INDEX_FORMATS[case.key_format]
+    return form.code_bytes + form.scale_bytes
+
+
+def _scored(case: IndexCase, load: Load) -> int:
+    entries = load.tokens // case.ratio
+    if case.searches_candidates:
+        return min(entries, case.candidate_blocks * case.candidate_block)
+    return entries
+
+
+def _flops(case: IndexCase, load: Load) -> float:
+    return 2.0 * load.rows * case.heads * (case.width + 1) * _scored(case, load)
+
+
+def _row_bytes(case: IndexCase) -> float:
+    """Queries, head weights, ids and candidates of one row."""
+    numbers = case.topk + case.candidate_blocks
+    return case.heads * (key_bytes(case) + 4.0) + 8.0 * numbers
 
 
 def _cost(case: IndexCase, load: Load) -> Cost:
-    size = ELEMENT_BYTES[case.dtype]
-    entries = load.tokens // case.ratio
-    flops = 2.0 * load.rows * case.heads * (case.width + 1) * entries
-    moved = size * (load.rows * case.heads * case.width + entries * case.width)
-    return Cost(flops, moved + 8.0 * load.rows * case.topk)
+    # Rows of one sequence share their keys; candidates are at least those of one row.
+    moved = load.rows * _row_bytes(case) + _scored(case, load) * key_bytes(case)
+    return Cost(_flops(case, load), moved)
 
 
 def _decode_cost(case: IndexCase, load: Load) -> Cost:
-    size = ELEMENT_BYTES[case.dtype]
-    entries = load.tokens // case.ratio
-    flops = 2.0 * load.rows * case.heads * (case.width + 1) * entries
-    moved = size * load.rows * case.width * (case.heads + entries)
-    return Cost(flops, moved + 8.0 * load.rows * case.topk)
+    moved = load.rows * (_row_bytes(case) + _scored(case, load) * key_bytes(case))
+    return Cost(_flops(case, load), moved)
 
 
-_CASES = {"deepseek-v4-flash": (IndexCase(64, 128, 512),), "pebble": (IndexCase(64, 128, 128),)}
+_V4 = IndexCase(64, 128, 512)
+_V41 = IndexCase(32, 128, 512, ratio=2, key_format="index_fp4")
+_V41_PUBLISHES = replace(_V41, ratio=1, candidate_blocks=2048, publishes=True)
+_V32 = IndexCase(64, 128, 2048, ratio=1, key_format="index_fp8")
+_GLM = replace(_V32, heads=32)
+
+_CASES = {
+    "deepseek-v4-flash": (
+        replace(_V4, key_format="index_fp4"),
+        replace(_V4, key_format="index_fp8"),
+        _V4,
+    ),
+    "deepseek-v4.1-flash": (_V41, _V41_PUBLISHES, replace(_V41_PUBLISHES, publishes=False)),
+    "deepseek-v3.2": (_V32, replace(_V32, key_format=DENSE)),
+    "glm-5.3": (_GLM, replace(_GLM, key_format=DENSE)),
+    "pebble": (IndexCase(64, 128, 128),),
+}
 _SMALL = (
     IndexCase(16, 32, 8, dtype="float32"),
     IndexCase(3, 16, 5, dtype="float32"),
     IndexCase(64, 32, 8),
+    IndexCase(8, 128, 8, ratio=2, key_format="index_fp8"),
+    IndexCase(4, 128, 6, key_format="index_fp4"),
+    IndexCase(4, 32, 9, ratio=1, dtype="float32", candidate_blocks=5, publishes=True),
+    IndexCase(4, 32, 9, ratio=1, dtype="float32", candidate_blocks=5),
+    IndexCase(8, 128, 9, 1, key_format="index_fp4", candidate_blocks=3, candidate_block=4),
 )
 
 _FORMULA = """score[t, e] = I^-0.5 H^-0.5 * sum over h of weights[t, h] * relu(q[t, h] . key[e])
 
     The K best of the entries that the row sees; all of them where there are no more than K. Of
-    equal scores the entry with the lower number wins; a NaN score ranks as the worst. The
-    Hadamard rotation and the fp4 rounding of the released model are not applied: the rotation
-    leaves the products as they are."""
+    equal scores the entry with the lower number wins; a NaN score ranks as the worst. The sum is
+    in fp32 or better, and so is the comparison: the choice is exact for the scores as computed.
+
+    Queries and keys come as they are multiplied: rotated (rope, and the Hadamard matrix where the
+    model has one) and rounded. Of coded ones the products are of the decoded numbers.
+
+    Candidates: entries fall into blocks of `candidate_block`, the last maybe in part. A case that
+    publishes also names the B best of the blocks that hold an entry which the row sees. A block
+    is as good as its best entry that the row sees; the newest block is always among the B; of
+    equal blocks the lower number wins. A case that searches candidates chooses among the entries
+    of the given blocks alone, as if the row saw no others."""
+
+_ARGUMENTS = """q: [T, H, I] in the case's dtype, dense; or codes uint8 [T, H, C] and scales uint8
+            [T, H, S], dense, as a pair.
+        weights_TH: fp32 [T, H], as projected, not scaled; rows may lie apart.
+        keys: index keys of all sequences, [M, I], fp32 or bf16, dense; or codes uint8 [M, C] and
+            scales uint8 [M, S], dense, as a pair."""
+
+_CANDIDATES = """\
+candidates_TB: int64 [T, B], dense, numbers of distinct blocks in ascending order, each with
+            an entry that the row sees, -1 after the last; None unless the case searches them."""
+
+_RETURNS = """ids_TK: int64 [T, K], entry numbers in ascending order, then -1.
+        blocks_TB: int64 [T, B], block numbers in ascending order, then -1; of cases that publish
+            alone, as the second of a pair."""
 
 INDEX_TOPK = Op(
     name="attention.index_topk",
-    doc=f"""Chooses entries for consecutive rows of one sequence (prefill).
+    doc=f"""Chooses entries for rows that share lists of entries (prefill).
 
     {_FORMULA}
 
     Arguments:
-        q_THI: [T, H, I] in the case's dtype, dense.
-        weights_TH: fp32 [T, H], as projected, not scaled; rows may lie apart.
-        keys_MI: index keys of all sequences, [M, I], fp32 or bf16.
-        key_rows_E: int64 [E], rows of keys_MI of this sequence's entries 0 .. E - 1.
-        start: position of the first row. Row t sees the entries below (start + t + 1) // ratio,
-            at most E.
+        {_ARGUMENTS}
+        key_rows_BE: int64 [B, E], rows of the keys of each sequence's entries 0 .. E - 1, -1 after
+            the last; rows may lie apart. Every entry that a row sees is listed.
+        sequence_T: int64 [T], which list of key_rows_BE belongs to each row; None where all rows
+            have the first. Any order is right; rows of one sequence that lie together are faster.
+        positions_T: int64 [T], positions of the rows. Row t sees the entries below
+            (position + 1) // ratio, at most E.
+        {_CANDIDATES}
 
     Returns:
-        ids_TK: int64 [T, K], entry numbers in ascending order, then -1.
+        {_RETURNS}
     """,
     cases=_CASES,
     small_cases=_SMALL,
@@ -77,19 +159,18 @@ INDEX_TOPK = Op(
 
 INDEX_TOPK_DECODE = Op(
     name="attention.index_topk_decode",
-    doc=f"""Chooses entries for rows of different sequences (decode).
+    doc=f"""Chooses entries for rows with a list of entries each (decode).
 
     {_FORMULA}
 
     Arguments:
-        q_THI: [T, H, I] in the case's dtype, dense.
-        weights_TH: fp32 [T, H], as projected, not scaled; rows may lie apart.
-        keys_MI: index keys of all sequences, [M, I], fp32 or bf16.
-        key_rows_TE: int64 [T, E], rows of keys_MI of the entries that each row sees, in order;
-            -1 after the last.
+        {_ARGUMENTS}
+        key_rows_TE: int64 [T, E], rows of the keys of the entries that each row sees, in order;
+            -1 after the last. Rows may lie apart. E may be far beyond what is listed.
+        {_CANDIDATES}
 
     Returns:
-        ids_TK: int64 [T, K], entry numbers in ascending order, then -1.
+        {_RETURNS}
     """,
     cases=_CASES,
     small_cases=_SMALL,

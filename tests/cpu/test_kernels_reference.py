@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from metainfer.kernels.builtin import builtin_registry
-from metainfer.kernels.compare import index_scores, run
+from metainfer.kernels.compare import block_scores, index_scores, run
 from metainfer.kernels.reference.dequantise import fp4_group, fp8_block, scales_to_float
 from metainfer.ops.catalogue import OPS
 from metainfer.ops.kernel_order import REFERENCE
@@ -234,32 +234,34 @@ def test_compress_decode(case: Any) -> None:
     near(op, case, reference(op, case, call), expected)
 
 
-def chosen(case: Any, scores: list[float]) -> list[int]:
-    """The best entries by a sort of plain tuples, NaN last."""
-    order = sorted(range(len(scores)), key=lambda e: (math.isnan(scores[e]), -scores[e], e))
-    best = sorted(order[: case.topk])
-    return best + [-1] * (case.topk - len(best))
+def chosen(most: int, scores: list[float]) -> list[int]:
+    """The best by a sort of plain tuples, NaN last, -inf never."""
+    seen = (n for n in range(len(scores)) if scores[n] != -math.inf)
+    best = sorted(sorted(seen, key=lambda n: (math.isnan(scores[n]), -scores[n], n))[:most])
+    return best + [-1] * (most - len(best))
 
 
-@pytest.mark.parametrize("variant", ["67 rows", "fewer entries", "ties", "NaN"])
+def check_choice(op: str, case: Any, variant: str) -> None:
+    call = make(op, case, variant)
+    ids_TK, *blocks = run(REGISTRY, op, REFERENCE, case, call)
+    for row in range(len(ids_TK)):
+        scores_E = index_scores(case, call, row)
+        assert ids_TK[row].tolist() == chosen(case.topk, scores_E.tolist())
+        if blocks:
+            scores = block_scores(case, scores_E.nan_to_num(torch.finfo(torch.float64).min))
+            assert blocks[0][row].tolist() == chosen(case.candidate_blocks, scores.tolist())
+
+
+@pytest.mark.parametrize("variant", ["67 rows", "fewer entries", "ties", "NaN", "ragged"])
 @pytest.mark.parametrize("case", cases("attention.index_topk"), ids=str)
 def test_index_topk(case: Any, variant: str) -> None:
-    op = "attention.index_topk"
-    call = make(op, case, variant)
-    ids_TK, start = reference(op, case, call), call.arguments[-1]
-    for row, scores_E in enumerate(index_scores(case, call).tolist()):
-        assert ids_TK[row].tolist() == chosen(case, scores_E[: (start + row + 1) // case.ratio])
+    check_choice("attention.index_topk", case, variant)
 
 
-@pytest.mark.parametrize("variant", ["8 rows", "few entries", "ties", "NaN"])
+@pytest.mark.parametrize("variant", ["8 rows", "few entries", "ties", "NaN", "padded"])
 @pytest.mark.parametrize("case", cases("attention.index_topk_decode"), ids=str)
 def test_index_topk_decode(case: Any, variant: str) -> None:
-    op = "attention.index_topk_decode"
-    call = make(op, case, variant)
-    seen_T = (call.arguments[3] >= 0).sum(1).tolist()
-    ids_TK = reference(op, case, call)
-    for row, scores_E in enumerate(index_scores(case, call).tolist()):
-        assert ids_TK[row].tolist() == chosen(case, scores_E[: seen_T[row]])
+    check_choice("attention.index_topk_decode", case, variant)
 
 
 def attend(case: Any, q_HD: torch.Tensor, keys: list[torch.Tensor], sink_H: torch.Tensor) -> Any:

@@ -86,10 +86,15 @@ VARIANTS: Mapping[str, Mapping[str, Maker]] = {
         "NaN": partial(index.index_topk, rows=21, start=61, kind="nan"),
         "fp32 keys": partial(index.index_topk, rows=9, start=71, dtype="float32"),
         "bf16 keys": partial(index.index_topk, rows=9, start=71, dtype="bfloat16"),
+        "ragged": partial(index.index_topk_ragged, parts=((0, 5), (70, 1), (33, 9), (0, 1))),
+        "any order": partial(
+            index.index_topk_ragged, parts=((90, 7), (5, 6)), shuffled=True, kind="ties"
+        ),
     },
     "attention.index_topk_decode": {
         **_rows(index.index_topk_decode, 0, 1, 3, 8, entries=29),
         "few entries": partial(index.index_topk_decode, rows=4, entries=3),
+        "padded": partial(index.index_topk_decode, rows=4, entries=23, padding=150),
         "no entries": partial(index.index_topk_decode, rows=2, entries=0),
         "ties": partial(index.index_topk_decode, rows=9, entries=41, kind="ties"),
         "NaN": partial(index.index_topk_decode, rows=9, entries=17, kind="nan"),

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
-from metainfer.kernels.cpu.backend import cpu_backend
+from metainfer.kernels.cpu.backend import cpu_backend, on_cpu
 from metainfer.kernels.cpu.tiles import row_tiles
 from metainfer.kernels.reference.dtypes import TORCH_DTYPES
-from metainfer.ops.index import IndexCase
+from metainfer.kernels.registry import Verdict, no
+from metainfer.ops.base import Target
+from metainfer.ops.index import DENSE, IndexCase
 
 # Products (rows x heads x entries) that are held at a time.
 _TILE_PRODUCTS = 2**20
@@ -18,23 +22,55 @@ def index_topk(
     q_THI: torch.Tensor,
     weights_TH: torch.Tensor,
     keys_MI: torch.Tensor,
-    key_rows_E: torch.Tensor,
-    start: int,
+    key_rows_BE: torch.Tensor,
+    sequence_T: torch.Tensor | None,
+    positions_T: torch.Tensor,
+    candidates_TB: torch.Tensor | None,
 ) -> torch.Tensor:
-    rows, entries = len(q_THI), len(key_rows_E)
-    ids_TK = torch.empty(rows, case.topk, dtype=torch.int64)
-    seen_T = (torch.arange(start + 1, start + rows + 1) // case.ratio).clamp_(max=entries)
-    keys_EI = keys_MI.index_select(0, key_rows_E).to(TORCH_DTYPES[case.dtype])
-    for tile in row_tiles(rows, case.heads * entries, _TILE_PRODUCTS):
+    ids_TK = torch.empty(len(q_THI), case.topk, dtype=torch.int64)
+    seen_T = ((positions_T + 1) // case.ratio).clamp_(max=key_rows_BE.shape[1])
+    for sequence, rows in _runs(sequence_T, len(q_THI)):
+        listed = key_rows_BE[sequence] if sequence_T is None else _listed(key_rows_BE[sequence])
+        keys_EI = keys_MI.index_select(0, listed).to(TORCH_DTYPES[case.dtype])
+        _choose_run(case, q_THI[rows], weights_TH[rows], keys_EI, seen_T[rows], ids_TK[rows])
+    return ids_TK
+
+
+def _runs(sequence_T: torch.Tensor | None, rows: int) -> Iterator[tuple[int, slice]]:
+    """Rows of one sequence that lie together."""
+    if sequence_T is None:
+        if rows:
+            yield 0, slice(0, rows)
+        return
+    sequences, counts = sequence_T.unique_consecutive(return_counts=True)
+    stop = 0
+    for sequence, count in zip(sequences.tolist(), counts.tolist(), strict=True):
+        start, stop = stop, stop + count
+        yield sequence, slice(start, stop)
+
+
+def _listed(key_rows_E: torch.Tensor) -> torch.Tensor:
+    return key_rows_E[: int((key_rows_E >= 0).sum())]
+
+
+def _choose_run(
+    case: IndexCase,
+    q_THI: torch.Tensor,
+    weights_TH: torch.Tensor,
+    keys_EI: torch.Tensor,
+    seen_T: torch.Tensor,
+    ids_TK: torch.Tensor,
+) -> None:
+    """Writes the choice of rows that share the keys of their entries."""
+    for tile in row_tiles(len(q_THI), case.heads * len(keys_EI), _TILE_PRODUCTS):
         seen_t = seen_T[tile]
-        most = int(seen_t[-1])
+        most = int(seen_t.max())
         if most <= case.topk:
             ids_TK[tile] = _first(case, seen_t)
             continue
         q_tHI = q_THI[tile]
         products_tHE = (q_tHI.flatten(0, 1) @ keys_EI[:most].T).unflatten(0, (-1, case.heads))
         ids_TK[tile] = _choose(case, products_tHE, weights_TH[tile], seen_t)
-    return ids_TK
 
 
 def index_topk_decode(
@@ -43,6 +79,7 @@ def index_topk_decode(
     weights_TH: torch.Tensor,
     keys_MI: torch.Tensor,
     key_rows_TE: torch.Tensor,
+    candidates_TB: torch.Tensor | None,
 ) -> torch.Tensor:
     rows, entries = key_rows_TE.shape
     seen_T = (key_rows_TE >= 0).sum(1)
@@ -99,7 +136,15 @@ def _drop_late_equals(
     chosen_TE.logical_and_(~equal_TE | (equal_TE.cumsum(1) <= room_T1))
 
 
+def _plain_keys(case: IndexCase, target: Target) -> Verdict:
+    if case.key_format != DENSE:
+        return no(f"does not read index keys in the format {case.key_format}")
+    if case.candidate_blocks:
+        return no(f"knows no blocks of candidates, and the case has {case.candidate_blocks}")
+    return on_cpu(case, target)
+
+
 BACKENDS = (
-    cpu_backend("attention.index_topk", index_topk),
-    cpu_backend("attention.index_topk_decode", index_topk_decode),
+    cpu_backend("attention.index_topk", index_topk, eligible=_plain_keys),
+    cpu_backend("attention.index_topk_decode", index_topk_decode, eligible=_plain_keys),
 )
