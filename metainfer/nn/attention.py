@@ -132,17 +132,20 @@ class Attention:
         chunk_PD = latent_TD[part.rows]
         halo = ring_ND.index_select(0, part.halo_rows)
         latents_ND = torch.cat([halo, chunk_PD]).to(self._dtype)
-        entries_MD, entry_rows_E, selected_PK = None, None, None
+        entries_MD, entry_rows_1E, selected_PK = None, None, None
         if self._entries is not None:
             entry_rows_E, selected_PK = self._entries.prefill(states, q_rank_TQ, part, step, cache)
+            entry_rows_1E = entry_rows_E.unsqueeze(0)
             entries_MD = cache.rows(Kind.ENTRIES, self._layer)
         out_PHD = self._attend_prefill(
             q_THD[part.rows],
+            part.positions_P,
             latents_ND,
-            part.start,
+            part.latent_rows_P,
             self._sink_H,
             entries_MD,
-            entry_rows_E,
+            entry_rows_1E,
+            None,
             selected_PK,
         )
         ring_ND.index_copy_(0, part.ring_rows, chunk_PD[-len(part.ring_rows) :])

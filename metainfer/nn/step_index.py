@@ -91,14 +91,18 @@ class PrefillIndex:
     Attributes:
         rows: its rows in the step.
         start: position of the first of them.
+        positions_P: of each of them.
         halo_rows: window ring rows of the positions before `start` that are visible.
+        latent_rows_P: place of each row in [halo | chunk].
         ring_rows: where the last rows of the chunk go in the window ring.
         windows: by ratio.
     """
 
     rows: slice
     start: int
+    positions_P: torch.Tensor
     halo_rows: torch.Tensor
+    latent_rows_P: torch.Tensor
     ring_rows: torch.Tensor
     windows: dict[int, PrefillWindows]
 
@@ -223,12 +227,14 @@ class StepIndexer:
         rows = slice(inputs.row_starts[sequence], inputs.row_starts[sequence + 1])
         start = inputs.computed[sequence]
         slot_1 = inputs.state_slots_B[sequence : sequence + 1]
+        halo_start = max(0, start - self._window + 1)
+        positions_P = inputs.positions_T[rows]
         return PrefillIndex(
             rows=rows,
             start=start,
-            halo_rows=self._ring_range(
-                slot_1, max(0, start - self._window + 1), start, self._window_ring
-            ),
+            positions_P=positions_P,
+            halo_rows=self._ring_range(slot_1, halo_start, start, self._window_ring),
+            latent_rows_P=positions_P - halo_start,
             ring_rows=self._ring_range(
                 slot_1, max(start, end - self._window_ring), end, self._window_ring
             ),

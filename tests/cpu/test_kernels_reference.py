@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import torch
 from metainfer.kernels.builtin import builtin_registry
 from metainfer.kernels.compare import block_scores, index_scores, run
 from metainfer.kernels.reference.dequantise import fp4_group, fp8_block, scales_to_float
+from metainfer.kernels.reference.formats import decode_rows
+from metainfer.ops.attention import AttentionCase, MergeCase
 from metainfer.ops.catalogue import OPS
 from metainfer.ops.kernel_order import REFERENCE
 from tests.fakes.op_checks import assert_near
@@ -264,57 +267,104 @@ def test_index_topk_decode(case: Any, variant: str) -> None:
     check_choice("attention.index_topk_decode", case, variant)
 
 
-def attend(case: Any, q_HD: torch.Tensor, keys: list[torch.Tensor], sink_H: torch.Tensor) -> Any:
-    """One row, key after key."""
-    outputs = []
+def attend(
+    case: Any, q_HK: torch.Tensor, keys: list[torch.Tensor], sink_H: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One row, key after key: out and lse."""
+    outputs, lses = [], []
     for head in range(case.heads):
-        scores = [float(q_HD[head] @ key) * case.width**-0.5 for key in keys]
-        most = max([*scores, float(sink_H[head])])
-        total = math.exp(float(sink_H[head]) - most) + sum(math.exp(s - most) for s in scores)
+        scores = [float(q_HK[head] @ key) * case.score_scale for key in keys]
+        sinks = [] if sink_H is None else [float(sink_H[head])]
+        most = max([*scores, *sinks], default=0.0)
+        total = sum(math.exp(score - most) for score in [*scores, *sinks])
         output = torch.zeros(case.width, dtype=torch.float64)
         for score, key in zip(scores, keys, strict=True):
-            output += math.exp(score - most) / total * key
+            output += math.exp(score - most) / total * key[: case.width]
         outputs.append(output)
-    return torch.stack(outputs)
+        lses.append(most + math.log(total) if total else -math.inf)
+    return torch.stack(outputs), torch.tensor(lses)
 
 
-@pytest.mark.parametrize("variant", ["67 rows", "start", "long halo", "all entries", "sharp"])
+def plain(case: Any, cache: torch.Tensor, row_format: str) -> torch.Tensor:
+    """float64 [N, K]: a cache in numbers."""
+    return (cache if row_format == "dense" else decode_rows(row_format, cache)).double()
+
+
+def check_attention(op: str, case: Any, call: Call, expected: list[Any]) -> None:
+    result = reference(op, case, call)
+    out_THD, lse_TH = result if case.lse else (result, None)
+    near(op, case, out_THD, torch.stack([out for out, _ in expected]))
+    if lse_TH is not None:
+        near(op, case, lse_TH, torch.stack([lse for _, lse in expected]))
+
+
+PREFILL = ["67 rows", "start", "long halo", "all entries", "sharp", "ragged", "rows in any order"]
+
+
+@pytest.mark.parametrize("variant", PREFILL)
 @pytest.mark.parametrize("case", cases("attention.sparse_prefill"), ids=str)
 def test_sparse_prefill(case: Any, variant: str) -> None:
     op = "attention.sparse_prefill"
     call = make(op, case, variant)
-    q_THD, latents_ND, start, sink_H, entries_MD, entry_rows_E, selected_TK = call.arguments
-    first = start + len(q_THD) - len(latents_ND)
-    out_THD = reference(op, case, call)
+    q_THK, positions_T, latents_ND, latent_rows_T, sink_H, *table = call.arguments
+    entries, entry_rows_BE, sequence_T, selected_TK = table
+    if entries is not None:
+        entries_MK = plain(case, entries, case.entry_format)
     expected = []
-    for row, q_HD in enumerate(q_THD.double()):
-        position = start + row
-        keys = [
-            latents_ND[at - first].double()
-            for at in range(max(0, position - case.window + 1), position + 1)
-        ]
-        if entries_MD is not None:
+    for row, q_HK in enumerate(q_THK.double()):
+        position = int(positions_T[row])
+        keys = []
+        if latents_ND is not None:
+            own = int(latent_rows_T[row])
+            first = own - min(position, case.window - 1)
+            keys += [latents_ND[at].double() for at in range(first, own + 1)]
+        if entries is not None:
             numbers = range((position + 1) // case.ratio)
             if selected_TK is not None:
                 numbers = [e for e in selected_TK[row].tolist() if e >= 0]
-            keys += [entries_MD[entry_rows_E[e]].double() for e in numbers]
-        expected.append(attend(case, q_HD, keys, sink_H))
-    near(op, case, out_THD, torch.stack(expected))
+            sequence = 0 if sequence_T is None else int(sequence_T[row])
+            keys += [entries_MK[entry_rows_BE[sequence, e]] for e in numbers]
+        expected.append(attend(case, q_HK, keys, sink_H))
+    check_attention(op, case, call, expected)
 
 
-@pytest.mark.parametrize("variant", ["8 rows", "full lists", "sharp"])
+@pytest.mark.parametrize("variant", ["8 rows", "full lists", "no columns", "sharp"])
 @pytest.mark.parametrize("case", cases("attention.sparse_decode"), ids=str)
 def test_sparse_decode(case: Any, variant: str) -> None:
     op = "attention.sparse_decode"
     call = make(op, case, variant)
-    q_THD, ring_ND, window_rows_TW, sink_H, entries_MD, entry_rows_TK = call.arguments
+    q_THK, ring, window_rows_TW, sink_H, entries, entry_rows_TK = call.arguments
+    lists = []
+    if ring is not None:
+        lists.append((plain(case, ring, case.window_format), window_rows_TW))
+    if entries is not None:
+        lists.append((plain(case, entries, case.entry_format), entry_rows_TK))
     expected = []
-    for row, q_HD in enumerate(q_THD.double()):
-        keys = [ring_ND[r].double() for r in window_rows_TW[row].tolist() if r >= 0]
-        if entries_MD is not None:
-            keys += [entries_MD[r].double() for r in entry_rows_TK[row].tolist() if r >= 0]
-        expected.append(attend(case, q_HD, keys, sink_H))
-    near(op, case, reference(op, case, call), torch.stack(expected))
+    for row, q_HK in enumerate(q_THK.double()):
+        keys = [cache[r] for cache, rows in lists for r in rows[row].tolist() if r >= 0]
+        expected.append(attend(case, q_HK, keys, sink_H))
+    check_attention(op, case, call, expected)
+
+
+def test_shards_of_the_keys_merge_to_the_whole() -> None:
+    op = "attention.sparse_decode"
+    whole = AttentionCase(3, 24, 8, ratio=4, topk=10, dtype="float32", lse=True)
+    q_THD, ring_ND, window_rows_TW, sink_H, entries_MD, entry_rows_TK = make(
+        op, whole, "8 rows"
+    ).arguments
+    first = Call((), (q_THD, ring_ND, window_rows_TW, sink_H, entries_MD, entry_rows_TK[:, :4]))
+    second = Call((), (q_THD, None, None, None, entries_MD, entry_rows_TK[:, 4:]))
+    parts = (
+        reference(op, whole, first),
+        reference(op, replace(whole, window=0, sink=False), second),
+    )
+    merged = reference(
+        "attention.merge",
+        MergeCase(3, 24, "float32"),
+        Call((), tuple(torch.stack(part) for part in zip(*parts, strict=True))),
+    )
+    for ours, theirs in zip(merged, reference(op, whole, make(op, whole, "8 rows")), strict=True):
+        assert_near(ours, theirs, 1e-6)
 
 
 @pytest.mark.parametrize("case", cases("moe.route_learned"), ids=str)

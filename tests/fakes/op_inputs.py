@@ -112,15 +112,29 @@ VARIANTS: Mapping[str, Mapping[str, Maker]] = {
         "all entries": partial(attention.sparse_prefill, rows=37, start=45, select=False),
         "fp32 entries": partial(attention.sparse_prefill, rows=9, start=50, dtype="float32"),
         "bf16 entries": partial(attention.sparse_prefill, rows=9, start=50, dtype="bfloat16"),
+        "ragged": partial(attention.sparse_prefill, rows=19, start=5, sequences=3),
+        "ragged, all entries": partial(
+            attention.sparse_prefill, rows=9, start=0, sequences=4, select=False
+        ),
+        "rows in any order": partial(
+            attention.sparse_prefill, rows=11, start=30, sequences=2, shuffled=True
+        ),
     },
     "attention.sparse_decode": {
         **_rows(attention.sparse_decode, 0, 1, 3, 8),
         "full lists": partial(attention.sparse_decode, rows=5, full=True),
         "one full row": partial(attention.sparse_decode, rows=1, full=True),
         "no columns": partial(attention.sparse_decode, rows=3, columns=0),
+        "many columns": partial(attention.sparse_decode, rows=2, columns=300),
         "sharp": partial(attention.sparse_decode, rows=5, sharpness=30.0),
         "fp32 caches": partial(attention.sparse_decode, rows=5, dtype="float32"),
         "bf16 caches": partial(attention.sparse_decode, rows=5, dtype="bfloat16"),
+    },
+    "attention.merge": {
+        **_rows(attention.merge, 0, 1, 7),
+        "one shard": partial(attention.merge, rows=3, shards=1),
+        "many shards": partial(attention.merge, rows=3, shards=8, full=True),
+        "fp32 shards": partial(attention.merge, rows=5, dtype="float32"),
     },
     "moe.route_hash": {
         **_rows(moe.route_hash, 0, 1, 7),

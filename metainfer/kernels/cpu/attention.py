@@ -10,11 +10,15 @@ Each head's sink is one more column of the scores, without a key.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 
-from metainfer.kernels.cpu.backend import cpu_backend
+from metainfer.kernels.cpu.backend import cpu_backend, on_cpu
 from metainfer.kernels.cpu.tiles import is_one_tile, row_tiles
-from metainfer.ops.attention import AttentionCase
+from metainfer.kernels.registry import Verdict, no
+from metainfer.ops.attention import DENSE, AttentionCase
+from metainfer.ops.base import Target
 
 # Caches, each with the rows of it that each query row sees: [N, D] and [T, K].
 Lists = list[tuple[torch.Tensor, torch.Tensor]]
@@ -27,13 +31,63 @@ _TILE_ROWS = 64
 def sparse_prefill(
     case: AttentionCase,
     q_THD: torch.Tensor,
+    positions_T: torch.Tensor,
+    latents_ND: torch.Tensor,
+    latent_rows_T: torch.Tensor,
+    sink_H: torch.Tensor,
+    entries_MD: torch.Tensor | None = None,
+    entry_rows_BE: torch.Tensor | None = None,
+    sequence_T: torch.Tensor | None = None,
+    selected_TK: torch.Tensor | None = None,
+) -> torch.Tensor:
+    out_THD = torch.empty_like(q_THD)
+    for run in _runs(positions_T, latent_rows_T, sequence_T):
+        start, row = int(positions_T[run.start]), int(latent_rows_T[run.start])
+        halo = min(start, case.window - 1)
+        entry_rows_E = None
+        if entry_rows_BE is not None:
+            entry_rows_E = entry_rows_BE[0 if sequence_T is None else int(sequence_T[run.start])]
+            entry_rows_E = entry_rows_E[: (start + run.stop - run.start) // case.ratio]
+        _prefill_run(
+            case,
+            out_THD[run],
+            q_THD[run],
+            latents_ND[row - halo : row + run.stop - run.start],
+            start,
+            sink_H,
+            entries_MD,
+            entry_rows_E,
+            None if selected_TK is None else selected_TK[run],
+        )
+    return out_THD
+
+
+def _runs(
+    positions_T: torch.Tensor, latent_rows_T: torch.Tensor, sequence_T: torch.Tensor | None
+) -> list[slice]:
+    """Rows that follow each other in one sequence, as long as they do."""
+    if not len(positions_T):
+        return []
+    broken_T = (positions_T.diff() != 1) | (latent_rows_T.diff() != 1)
+    if sequence_T is not None:
+        broken_T |= sequence_T.diff() != 0
+    edges = [0, *(broken_T.nonzero().flatten() + 1).tolist(), len(positions_T)]
+    return [slice(start, stop) for start, stop in pairwise(edges)]
+
+
+def _prefill_run(
+    case: AttentionCase,
+    out_THD: torch.Tensor,
+    q_THD: torch.Tensor,
     latents_ND: torch.Tensor,
     start: int,
     sink_H: torch.Tensor,
-    entries_MD: torch.Tensor | None = None,
-    entry_rows_E: torch.Tensor | None = None,
-    selected_TK: torch.Tensor | None = None,
-) -> torch.Tensor:
+    entries_MD: torch.Tensor | None,
+    entry_rows_E: torch.Tensor | None,
+    selected_TK: torch.Tensor | None,
+) -> None:
+    """Attention of consecutive rows of one sequence from the position `start` on, into out_THD;
+    latents_ND ends with theirs and starts with the visible ones before them."""
     rows, halo = len(q_THD), len(latents_ND) - len(q_THD)
     entries_ED = latents_ND[:0]
     if entries_MD is not None and entry_rows_E is not None:
@@ -41,13 +95,12 @@ def sparse_prefill(
     gathers, keys = False, len(entries_ED)
     if selected_TK is not None and _gather_is_cheaper(case, selected_TK.shape[1], keys):
         gathers, keys = True, selected_TK.shape[1]
-    out_THD = torch.empty_like(q_THD)
     step = max(1, min(_TILE_ROWS, _TILE_SCORES // (case.heads * (keys + case.window))))
     for tile in row_tiles(rows, 1, step):
         first = max(0, halo + tile.start - case.window + 1)
         window_ND = latents_ND[first : halo + tile.stop]
         window_mask_tN = _window_mask(case, tile, halo - first, len(window_ND))
-        q_tHD = q_THD[tile].float() * case.width**-0.5
+        q_tHD = q_THD[tile].float() * case.score_scale
         chosen_tK = None if selected_TK is None else selected_TK[tile]
         if gathers and chosen_tK is not None:
             out_THD[tile] = _attend_gathered(
@@ -58,7 +111,6 @@ def sparse_prefill(
         seen_ED = entries_ED[: int(seen_t[-1])]
         mask_tN = torch.cat([window_mask_tN, _entry_mask(len(seen_ED), seen_t, chosen_tK)], dim=1)
         out_THD[tile] = _attend(q_tHD, torch.cat([window_ND, seen_ED]), mask_tN, sink_H)
-    return out_THD
 
 
 def _gather_is_cheaper(case: AttentionCase, chosen: int, entries: int) -> bool:
@@ -155,7 +207,7 @@ def _decode(
 ) -> torch.Tensor:
     """Rows with keys of their own; fp32."""
     keys_TND, seen_TN = _listed_keys(lists)
-    q_THD = q_THD.float() * case.width**-0.5
+    q_THD = q_THD.float() * case.score_scale
     scores_THN = torch.bmm(q_THD, keys_TND.transpose(1, 2))
     if seen_TN is not None:
         scores_THN.masked_fill_(~seen_TN.unsqueeze(1), -torch.inf)
@@ -199,6 +251,18 @@ def _rows_of(cache_ND: torch.Tensor, rows_TK: torch.Tensor) -> torch.Tensor:
     return listed.view(*rows_TK.shape, cache_ND.shape[1])
 
 
+def plain_on_cpu(case: AttentionCase, target: Target) -> Verdict:
+    """What the models that run on the CPU need."""
+    formats = {case.window_format, case.entry_format}
+    if formats != {DENSE}:
+        return no(f"reads dense caches alone, not {', '.join(sorted(formats - {DENSE}))}")
+    if case.rope_extra or not case.window or not case.sink:
+        return no("wants a window, sinks, and keys as wide as values")
+    if case.lse:
+        return no("returns no log-sum-exp")
+    return on_cpu(case, target)
+
+
 def _with_sinks(rows: int, heads: int, keys: int, sink_H: torch.Tensor) -> torch.Tensor:
     """fp32 [T, H, keys + 1] for scores, the sinks in the last column."""
     scores_THN = torch.empty(rows, heads, keys + 1)
@@ -212,6 +276,6 @@ def _softmax(scores_THN: torch.Tensor) -> torch.Tensor:
 
 
 BACKENDS = (
-    cpu_backend("attention.sparse_prefill", sparse_prefill),
-    cpu_backend("attention.sparse_decode", sparse_decode),
+    cpu_backend("attention.sparse_prefill", sparse_prefill, eligible=plain_on_cpu),
+    cpu_backend("attention.sparse_decode", sparse_decode, eligible=plain_on_cpu),
 )

@@ -91,8 +91,8 @@ def ceil_div(number: int, by: int) -> int:
 
 
 def garbage_but(listed: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
-    """NaN in every row of a cache that no list names."""
+    """NaN in every row of a cache that no list names: as bytes 255, which every format reads so."""
     named = torch.zeros(len(cache), dtype=torch.bool, device=cache.device)
     named[listed[listed >= 0]] = True
-    cache[~named] = torch.nan
+    cache[~named] = 255 if cache.dtype is torch.uint8 else torch.nan
     return cache

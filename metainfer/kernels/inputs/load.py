@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from metainfer.kernels.inputs import compress, hc, index, linear, moe, norm, rope
+from metainfer.kernels.inputs import attention, compress, hc, index, linear, moe, norm, rope
 from metainfer.kernels.inputs.base import Call, Draw
 from metainfer.ops.base import Load
 
@@ -31,6 +31,9 @@ LOADED: Mapping[str, Loaded] = MappingProxyType(
         "hc.head": _by_rows(hc.head),
         "attention.index_topk": index.index_topk_at_load,
         "attention.index_topk_decode": index.index_topk_decode_at_load,
+        "attention.sparse_prefill": attention.sparse_prefill_at_load,
+        "attention.sparse_decode": attention.sparse_decode_at_load,
+        "attention.merge": attention.merge_at_load,
         "attention.compress": compress.compress_at_load,
         "attention.compress_decode": compress.compress_decode_at_load,
         "moe.route_hash": _by_rows(moe.route_hash),

@@ -7,8 +7,9 @@ import torch
 from metainfer.kernels.cpu import attention as torch_attention
 from metainfer.kernels.native.backend import FEW_ROWS, MOST_ELEMENTS, Native, is_bf16, require
 from metainfer.kernels.native.library import Library
-from metainfer.kernels.registry import Backend
+from metainfer.kernels.registry import Backend, Verdict, no
 from metainfer.ops.attention import AttentionCase
+from metainfer.ops.base import Target
 
 
 def sparse_decode(
@@ -51,5 +52,11 @@ def sparse_decode(
     return out_THD
 
 
+def _eligible(case: AttentionCase, target: Target) -> Verdict:
+    if case.scale is not None:
+        return no(f"scales by width^-0.5 alone, not by {case.scale:.4g}")
+    return torch_attention.plain_on_cpu(case, target)
+
+
 def backends(native: Native) -> tuple[Backend, ...]:
-    return (native.backend("attention.sparse_decode", sparse_decode),)
+    return (native.backend("attention.sparse_decode", sparse_decode, eligible=_eligible),)
