@@ -1,0 +1,181 @@
+"""Compiles many units at once, in processes of their own, and remembers what came out.
+
+What is kept is the facts of the machine code, not the code: one small file per unit and target,
+named after all that the code depends on. Units that fail are tried again the next time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import multiprocessing
+import os
+import signal
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any
+
+import triton
+
+from metainfer.kernels.triton import machine_code
+from metainfer.kernels.triton.machine_code import MachineCode
+from metainfer.kernels.triton.record import CompileUnit
+
+Capability = tuple[int, int]
+Job = tuple[CompileUnit, Capability]
+Outcome = MachineCode | str
+"""The facts, or one line that says why there is no code."""
+
+Progress = Callable[[int, int], None]  # (done, total)
+_LINE_CHARACTERS = 300
+
+
+def default_cache() -> Path:
+    return Path.home() / ".cache" / "metainfer" / "coverage"
+
+
+def compile_all(
+    jobs: Iterable[Job],
+    workers: int,
+    cache: Path | None = None,
+    on_progress: Progress | None = None,
+) -> Mapping[Job, Outcome]:
+    """Every unit compiled for its target.
+
+    Args:
+        workers: processes at once.
+        cache: where facts are kept; None for the user's cache directory.
+        on_progress: told how many of the units that are not in the cache are done.
+    """
+    cache = cache or default_cache()
+    cache.mkdir(parents=True, exist_ok=True, mode=0o700)
+    outcomes: dict[Job, Outcome] = {}
+    missing: dict[Job, Path] = {}
+    for job in dict.fromkeys(jobs):
+        path = cache / f"{_key(*job)}.json"
+        known = _read(path)
+        if known is None:
+            missing[job] = path
+        else:
+            outcomes[job] = known
+    for job, outcome in _compiled(list(missing), workers):
+        outcomes[job] = outcome
+        if isinstance(outcome, MachineCode):
+            _write(missing[job], outcome)
+        if on_progress is not None:
+            done = sum(job in outcomes for job in missing)
+            on_progress(done, len(missing))
+    return outcomes
+
+
+def _compiled(jobs: Sequence[Job], workers: int) -> Iterator[tuple[Job, Outcome]]:
+    """Outcomes as they come. A unit that kills its process is found out by running all that were
+    left then in processes of their own."""
+    if not jobs:
+        return
+    left = dict.fromkeys(jobs)
+    with contextlib.suppress(BrokenProcessPool):
+        for job, outcome in _in_processes(jobs, min(workers, len(jobs))):
+            del left[job]
+            yield job, outcome
+    for job in list(left):
+        try:
+            yield from _in_processes([job], 1)
+        except BrokenProcessPool:
+            yield job, "the compiler ended its process"
+
+
+def _in_processes(jobs: Sequence[Job], workers: int) -> Iterator[tuple[Job, Outcome]]:
+    # Children of a process with threads must not be forked from it.
+    spawn = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, mp_context=spawn, initializer=_leave_interrupts)
+    try:
+        futures: dict[Future[Outcome], Job] = {pool.submit(_compile, *job): job for job in jobs}
+        for future in as_completed(futures):
+            yield futures[future], future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _leave_interrupts() -> None:
+    """Ctrl-C ends the parent, which ends its workers."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _compile(unit: CompileUnit, capability: Capability) -> Outcome:
+    """Runs in a worker. The compiler's files go when they were read, and what it prints is kept
+    off the terminal."""
+    with tempfile.TemporaryDirectory(prefix="metainfer-compile-") as directory:
+        triton.knobs.cache.dir = directory
+        said = Path(directory) / "said"
+        with _output_to(said):
+            try:
+                return machine_code.inspect(unit.compile(capability))
+            except Exception as error:  # whatever a compiler raises is what is to be reported
+                failure = error
+        printed = said.read_text(errors="replace")
+        return _one_line(failure, printed)
+
+
+@contextlib.contextmanager
+def _output_to(path: Path) -> Iterator[None]:
+    """Stdout and stderr of this process, of native code too, into a file."""
+    kept = [os.dup(descriptor) for descriptor in (1, 2)]
+    try:
+        with open(path, "wb") as file:
+            for descriptor in (1, 2):
+                os.dup2(file.fileno(), descriptor)
+        yield
+    finally:
+        for descriptor, old in zip((1, 2), kept, strict=True):
+            os.dup2(old, descriptor)
+            os.close(old)
+
+
+def _one_line(error: BaseException, printed: str) -> str:
+    """The deepest reason, then what the compiler printed, shortened."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    words = f"{type(error).__name__}: {error} {printed}".split()
+    return " ".join(words)[:_LINE_CHARACTERS]
+
+
+def _key(unit: CompileUnit, capability: Capability) -> str:
+    """Changes with everything that the machine code and the facts depend on."""
+    constants = [(place, _constant(value)) for place, value in unit.constants]
+    parts = (
+        triton.__version__,
+        Path(machine_code.__file__).read_text(encoding="utf-8"),
+        unit.kernel.cache_key,
+        repr((unit.signature, constants, unit.divisible, unit.options, capability)),
+    )
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+def _constant(value: Any) -> str:
+    return getattr(value, "cache_key", None) or repr(value)
+
+
+def _read(path: Path) -> MachineCode | None:
+    """What `_write` wrote; None where that cannot be read."""
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+        return MachineCode(**{**facts, "matrix": tuple(facts["matrix"])})
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _write(path: Path, code: MachineCode) -> None:
+    """The file appears whole."""
+    handle, unfinished = tempfile.mkstemp(dir=path.parent)
+    try:
+        with open(handle, "w", encoding="utf-8") as file:
+            json.dump(dataclasses.asdict(code), file)
+        os.replace(unfinished, path)
+    finally:
+        Path(unfinished).unlink(missing_ok=True)
