@@ -36,6 +36,7 @@ VERBS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "env": ("metainfer.cli.env", "Report on machine, versions and plan, to paste"),
         "bench serve": ("metainfer.cli.bench_serve", "Put load on a server and measure it"),
         "bench model": ("metainfer.cli.bench_model", "Measure this engine against transformers"),
+        "bench ops": ("metainfer.cli.bench_ops", "Measure each operation against its floor"),
         "bench plot": ("metainfer.cli.bench_plot", "Draw records of bench serve or bench model"),
         "weights synth": ("metainfer.cli.weights_synth", "Write a random checkpoint of a model"),
         "weights check": ("metainfer.cli.weights_check", "Check a checkpoint without loading it"),

@@ -59,7 +59,7 @@ class Draw:
     def spread(self, rows: int, count: int, below: int) -> torch.Tensor:
         """As `distinct`, in ascending order, one out of each of `count` equal parts: what large
         inputs can afford."""
-        edges = torch.arange(count + 1, device=self._made_on) * below // count
+        edges = torch.arange(count + 1, device=self._made_on) * below // max(count, 1)
         share = torch.rand(rows, count, generator=self._generator, device=self._made_on)
         return (edges[:-1] + (share * edges.diff()).long()).to(self.device)
 

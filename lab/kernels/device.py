@@ -1,0 +1,165 @@
+"""All that a GPU has to show of the kernels, in one call with a time budget.
+
+    python lab/kernels/device.py --out DIR [--budget-s 540] [--only tests,sanitizer,bench,verify]
+
+Stages: the tests of a GPU natively and as the code of sm_89 and sm_80, compute-sanitizer on one
+case of each kernel, `bench ops` natively and as sm_89, `verify`. Every stage is made of processes of its own with a
+deadline, so that a crash or a hang loses nothing; logs and DIR/device.json are written as stages
+end. Needs torch, Triton and pytest; run from the root of the repository.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+SHARDS = min(8, os.cpu_count() or 1)
+MOST_LINES = 40  # of the tail of a log that is printed
+
+
+@dataclass
+class Stage:
+    """Processes that run side by side, and how they ended.
+
+    Attributes:
+        commands: name -> arguments after the interpreter.
+        most_s: deadline of all of them.
+        tool: what runs the interpreter, such as compute-sanitizer with its flags.
+        codes: name -> exit code; None where the deadline came first.
+    """
+
+    name: str
+    commands: dict[str, list[str]]
+    most_s: float
+    tool: Sequence[str] = ()
+    codes: dict[str, int | None] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--budget-s", type=float, default=540.0)
+    parser.add_argument("--only", default="tests,sanitizer,bench,verify")
+    parser.add_argument("--bench", default="", help="arguments of bench ops in place of one model's")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    until = time.monotonic() + options.budget_s
+    stages = [
+        stage
+        for group, stage in all_stages(options.out, options.bench.split() or BENCH)
+        if group in options.only.split(",")
+    ]
+    for place, stage in enumerate(stages):
+        left_s = until - time.monotonic()
+        if left_s > 5:
+            # What a later stage needs at the very least is kept for it.
+            run_stage(stage, min(stage.most_s, left_s - 5.0 * (len(stages) - place - 1)), options.out)
+        write(options.out, stages)
+    print(report(stages, options.out))
+    return 0
+
+
+BENCH = ["deepseek-v4-flash", "--part", "attention"]
+
+
+def all_stages(out: Path, bench: list[str]) -> list[tuple[str, Stage]]:
+    """(group, stage) in the order in which they run."""
+    stages = [
+        ("tests", Stage("tests", tests([]), 150)),
+        ("tests", Stage("tests as sm_89", tests(["--as", "sm_89"]), 150)),
+        ("tests", Stage("tests as sm_80", tests(["--as", "sm_80"]), 150)),
+    ]
+    sanitizer = find_sanitizer()
+    if sanitizer:
+        tool = [sanitizer, "--tool", "memcheck", "--error-exitcode", "9", "--print-limit", "5"]
+        stages += [("sanitizer", Stage("memcheck", tests(["--one-case"]), 120, tool))]
+    bench = [*bench, "--as", "sm_89"]
+    warm = {f"compile {n}": ["lab/kernels/warm.py", "--shard", f"{n}/{SHARDS}", *bench] for n in range(SHARDS)}
+    stages += [("bench", Stage("compile", warm, 150))]
+    command = ["-m", "metainfer", "bench", "ops", "--save-result", "--result-dir", str(out)]
+    stages += [("bench", Stage("bench ops", {"bench ops": [*command, *bench]}, 300))]
+    verify = ["-m", "metainfer", "verify", "--model", "deepseek-v4-flash", "--part", "attention"]
+    stages += [("verify", Stage("verify", {"verify": [*verify, "--out", str(out / "verify.json")]}, 300))]
+    return stages
+
+
+def tests(flags: list[str]) -> dict[str, list[str]]:
+    command = ["-m", "pytest", "-q", "tests/gpu", "-p", "no:cacheprovider", "--tb=short", *flags]
+    name = " ".join(["tests", *flags])
+    return {f"{name} {n}": [*command, "--shard", f"{n}/{SHARDS}"] for n in range(SHARDS)}
+
+
+def find_sanitizer() -> str | None:
+    """compute-sanitizer, on the path or where toolkits put it."""
+    for place in ("compute-sanitizer", "/usr/local/cuda/bin/compute-sanitizer"):
+        found = shutil.which(place)
+        if found:
+            return found
+    return None
+
+
+def run_stage(stage: Stage, most_s: float, out: Path) -> None:
+    """Start all commands of a stage, wait until they end or the deadline comes, end those left."""
+    began = time.monotonic()
+    environment = {**os.environ, "PYTHONPATH": ".", "OMP_NUM_THREADS": "1"}
+    if stage.tool:
+        environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # neighbours would hide overruns
+    processes = {}
+    for name, command in stage.commands.items():
+        with log_of(out, name).open("wb") as log:
+            processes[name] = subprocess.Popen(
+                [*stage.tool, sys.executable, *command],
+                stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env=environment,
+                start_new_session=True,
+            )  # fmt: skip
+    for name, process in processes.items():
+        try:
+            stage.codes[name] = process.wait(max(0.1, most_s - (time.monotonic() - began)))
+        except subprocess.TimeoutExpired:
+            stage.codes[name] = None
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    stage.seconds = time.monotonic() - began
+
+
+def log_of(out: Path, name: str) -> Path:
+    return out / (name.replace(" ", "_").replace("/", "-") + ".log")
+
+
+def write(out: Path, stages: Sequence[Stage]) -> None:
+    record: dict[str, Any] = {"stages": [asdict(stage) for stage in stages]}
+    (out / "device.json").write_text(json.dumps(record, indent=1))
+
+
+def report(stages: Sequence[Stage], out: Path) -> str:
+    """A line for each stage, what failed in it, and the end of what single commands printed."""
+    lines = []
+    for stage in stages:
+        ended = [str(code) if code is not None else "late" for code in stage.codes.values()]
+        lines.append(f"== {stage.name}: {stage.seconds:.0f} s, exit {' '.join(ended) or 'not run'}")
+        for name, code in stage.codes.items():
+            said = log_of(out, name).read_text(errors="replace").splitlines()
+            if len(stage.codes) == 1:
+                lines += said[-MOST_LINES:]
+            elif code == 0:
+                lines += said[-1:]
+            else:
+                lines += [line for line in said if line.startswith(("FAILED", "ERROR", "E  "))][-6:]
+                lines += said[-2:]
+    return "\n".join(line[:200] for line in lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""`bench ops` on the CPU: sides take turns on the same work, and the record says what it must."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from metainfer.bench.cards import CARDS, projected_s
+from metainfer.bench.ops import OpWork, draw_calls, measure
+from metainfer.bench.ops_report import GENERIC, text_report
+from metainfer.bench.ops_run import run_ops, sides
+from metainfer.bench.ops_settings import OpsLoad
+from metainfer.bench.ops_works import works_of
+from metainfer.kernels.platform import platform
+from metainfer.ops.base import Cost, Load
+from metainfer.ops.catalogue import OPS
+from metainfer.ops.floor import Rates, operands_of
+from tests.fakes.command import metainfer
+
+QUICK = OpsLoad(rounds=2, prefill_rows=16, context=64, decode_batches=(2,), device="cpu")
+RATES = Rates(2e9, {"float32": 1e9, "bfloat16": 4e9}, 1e-6)
+
+
+def quietly(*_: object) -> None:
+    pass
+
+
+def test_all_sides_of_an_operation_take_turns_and_agree() -> None:
+    made = run_ops(replace(QUICK, ops="norm.rms_norm"), quietly, quietly)
+    assert {entry["rows"] for entry in made["operations"]} == {16, 2}
+    for entry in made["operations"]:
+        assert {"native", "cpu", GENERIC} <= set(entry["sides"])
+        assert entry["missing"] == {}
+        for name, side in entry["sides"].items():
+            assert len(side["seconds"]) == 2
+            assert side["low_s"] <= side["median_s"] <= side["high_s"]
+            assert side["of_floor"] == pytest.approx(entry["floor_s"] / side["median_s"])
+            assert name == "native" or side["difference"] < 0.02
+    assert "norm.rms_norm w256" in text_report(made)
+    assert json.loads(json.dumps(made))["operations"] == made["operations"]
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if "pebble" in OPS[op].cases])
+def test_the_generic_path_computes_what_the_kernels_compute(op: str) -> None:
+    load = replace(QUICK, ops=op, rounds=1, decode_batches=(3,))
+    here = platform("cpu")
+    works = works_of(load, "cpu")
+    results = measure(load, works, lambda w: sides(w, load, here, None, {}), "cpu", quietly)
+    assert results
+    for result in results:
+        assert GENERIC in result.seconds, result.missing
+        assert result.errors.get(GENERIC, 0.0) < 0.03
+
+
+def test_a_side_that_fails_is_named_and_costs_no_other() -> None:
+    case = OPS["moe.swiglu"].small_cases[0]
+    work = OpWork("some", 1, "moe.swiglu", case, "decode", Load(3))
+
+    def broken(case: object, call: object) -> object:
+        raise RuntimeError("no such instruction")
+
+    def fine(case: object, call: object) -> object:
+        return lambda: None
+
+    sides = {"broken": broken, "fine": fine, "absent": "not written"}
+    (result,) = measure(QUICK, [work], lambda _: sides, "cpu", quietly)  # type: ignore[arg-type]
+    assert result.missing == {
+        "broken": "RuntimeError: no such instruction",
+        "absent": "not written",
+    }
+    assert list(result.seconds) == ["fine"]
+
+
+def test_a_series_exceeds_the_caches_or_has_its_most_copies() -> None:
+    case = OPS["moe.swiglu"].cases["pebble"][0]
+    calls = draw_calls(OpWork("pebble", 1, "moe.swiglu", case, "decode", Load(2)), "cpu")
+    assert len(calls) == 16
+    numbers = {float(call.arguments[0].float().sum()) for call in calls}
+    assert len(numbers) == 16
+
+
+def test_floors_are_the_longer_of_moving_and_computing() -> None:
+    assert RATES.floor_s(Cost(8e9, 2e9), "bfloat16") == 2.0
+    assert RATES.bound(Cost(8e9, 2e9), "bfloat16") == "operations"
+    assert RATES.floor_s(Cost(1e9, 6e9), "bfloat16") == 3.0
+    assert RATES.bound(Cost(1e9, 6e9), "bfloat16") == "bytes"
+    assert RATES.product_rate("fp8") == 4e9
+    assert operands_of(OPS["norm.rms_norm"].cases["pebble"][0]) == "bfloat16"
+
+
+def test_times_are_projected_by_the_fraction_of_the_floor() -> None:
+    (l40s,) = (card for card in CARDS if card.name == "L40S")
+    assert projected_s(l40s, Cost(285e12, 0), "bfloat16", 0.5) == pytest.approx(2.0)
+    assert projected_s(l40s, Cost(0, 0.864e12 * 0.9), "float32", 1.0) == pytest.approx(1.0)
+
+
+def test_the_verb_writes_its_record(tmp_path: Path) -> None:
+    ran = metainfer(
+        "bench", "ops", "--ops", "moe.swiglu", "--rounds", "1", "--prefill-rows", "8",
+        "--save-result", "--result-dir", str(tmp_path), "--device", "cpu",
+    )  # fmt: skip
+    assert ran.code == 0, ran.err
+    assert "pebble, one rank of 1" in ran.out
+    record = json.loads((tmp_path / "bench-ops.json").read_text())
+    assert record["rates"]["bytes_per_s"] > 0
+    assert {entry["op"] for entry in record["operations"]} == {"moe.swiglu"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--as", "sm_89", "--device", "cpu"), "a CPU does not run the code of sm_89"),
+        (("--rounds", "0"), "--rounds must be at least 1"),
+        (("--decode-batches", "4", "0"), "--decode-batches must be at least 1"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(flags: tuple[str, ...], message: str) -> None:
+    ran = metainfer("bench", "ops", *flags)
+    assert ran.code == 2
+    assert message in ran.err
