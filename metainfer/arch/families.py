@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from metainfer.arch import deepseek_v4
+from metainfer.arch.attention import AttentionSide
+from metainfer.arch.attention_sides import ATTENTION_ONLY, of_v4
 from metainfer.arch.record import Arch
 from metainfer.arch.spelling import released_spelling
 from metainfer.core.errors import CheckpointError, UserError
@@ -22,7 +24,7 @@ _MAX_CONFIG_BYTES = 16 * 2**20
 
 
 def known_names() -> tuple[str, ...]:
-    """Names that `read_arch` takes in place of a path."""
+    """Names of models that can be given in place of a path; some are not served yet."""
     return (SHIPPED_MODEL, *sorted(path.stem for path in _KNOWN_DIRECTORY.glob("*.json")))
 
 
@@ -36,6 +38,21 @@ def read_arch(path_or_name: str | Path) -> Arch:
     """
     path, name = _locate(path_or_name)
     return arch_from_config(read_config(path), name)
+
+
+def read_attention(path_or_name: str | Path) -> AttentionSide:
+    """The attention side of a checkpoint directory, a config.json file, or a known name, also of
+    models that are not served yet.
+
+    Raises:
+        UserError, CheckpointError: as `read_arch`.
+    """
+    path, name = _locate(path_or_name)
+    config = read_config(path)
+    model_type = config.get("model_type")
+    if isinstance(model_type, str) and model_type in ATTENTION_ONLY:
+        return ATTENTION_ONLY[model_type](config, name)
+    return of_v4(arch_from_config(config, name))
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -70,6 +87,12 @@ def arch_from_config(config: Mapping[str, Any], name: str) -> Arch:
     if model_type is None and "dim" in config and "compress_ratios" in config:
         model_type = deepseek_v4.FAMILY  # the vendor's inference config has no model_type
     parser = _PARSERS.get(model_type) if isinstance(model_type, str) else None
+    if isinstance(model_type, str) and model_type in ATTENTION_ONLY:
+        raise CheckpointError(
+            f"{name} (model_type {model_type}) is not served yet: the kernels of its attention are"
+            " here, the model is not",
+            hint="`metainfer kernels coverage --part attention` takes its name or config",
+        )
     if parser is None:
         raise CheckpointError(
             f"the config of {name} has model_type {model_type!r}, which metainfer does not serve",
