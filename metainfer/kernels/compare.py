@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from metainfer.kernels.coded import FEW, NUMBERS, WRITTEN, step
 from metainfer.kernels.inputs.base import Call
 from metainfer.kernels.reference.formats import decode_index
 from metainfer.kernels.registry import Registry
@@ -26,6 +27,8 @@ OVERWRITTEN: Mapping[str, frozenset[int]] = MappingProxyType(
         "rope.norm_rotate": frozenset({0}),
         "hc.expand": frozenset({0}),
         "moe.swiglu": frozenset({0}),
+        "cache.write": frozenset({3}),
+        "cache.write_index": frozenset({4, 5}),
     }
 )
 """Arguments that an op may or must overwrite, by place."""
@@ -43,7 +46,7 @@ class Comparison:
 
 
 def run(registry: Registry, op: str, backend: str, case: Any, call: Call) -> tuple[Any, ...]:
-    """The results of one backend as a tuple."""
+    """The results of one backend as a tuple, arguments that it has written last."""
     chosen = registry.backends(op)[backend]
     arguments = call.arguments
     if OPS[op].weights:
@@ -51,7 +54,8 @@ def run(registry: Registry, op: str, backend: str, case: Any, call: Call) -> tup
         prepared = prepare(case, *call.weights) if prepare else call.weights
         arguments = (prepared, *arguments)
     result = chosen.run(case, *arguments)
-    return result if isinstance(result, tuple) else (result,)
+    results = result if isinstance(result, tuple) else (result,)
+    return (*results, *(call.arguments[place] for place in WRITTEN.get(op, ())))
 
 
 def compare(
@@ -78,6 +82,8 @@ def compare(
     special = None if exact else _SPECIAL.get(op)
     if special is not None:
         return special(case, call, actual, expected, tolerance)
+    if op in NUMBERS:
+        return _same_codes(op, case, call, actual, expected, tolerance)
     return worst(
         near(ours, theirs, tolerance) for ours, theirs in zip(actual, expected, strict=True)
     )
@@ -105,6 +111,29 @@ def worst(comparisons: Any) -> Comparison:
     """The first that has a problem, or the one that is off by most."""
     found = list(comparisons)
     return max(found, key=lambda one: (bool(one.problem), one.error), default=Comparison(0.0))
+
+
+def _same_codes(
+    op: str,
+    case: Any,
+    call: Call,
+    actual: tuple[Any, ...],
+    expected: tuple[Any, ...],
+    tolerance: float,
+) -> Comparison:
+    """The numbers that codes stand for: few differ, by a step of their format at most."""
+    numbers = (NUMBERS[op](case, call, results) for results in (actual, expected))
+    furthest = step(op, case)
+    found = []
+    for ours, theirs in zip(*numbers, strict=True):
+        one = near(ours, theirs, max(tolerance, furthest))
+        if furthest and ours.is_floating_point() and not one.problem:
+            other = (ours - theirs).abs() > tolerance * theirs.abs()
+            differ, few = int(other.sum()), max(FEW * ours.numel(), 2)
+            if differ > few:
+                one = Comparison(one.error, f"{differ} of {ours.numel()} numbers are other codes")
+        found.append(one)
+    return worst(found)
 
 
 def index_scores(case: Any, call: Call, row: int) -> torch.Tensor:

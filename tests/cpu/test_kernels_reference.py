@@ -87,14 +87,18 @@ def test_rms_norm(case: Any) -> None:
 
 
 def turned(case: Any, x_THD: torch.Tensor, rotation_TR2: torch.Tensor) -> torch.Tensor:
-    """The last channels as complex numbers, multiplied."""
-    kept = x_THD.shape[-1] - case.rope_width
-    pairs = torch.view_as_complex(x_THD[..., kept:].double().unflatten(-1, (-1, 2)).contiguous())
+    """Pairs of channels as complex numbers, multiplied."""
+    first = 0 if getattr(case, "leading", False) else x_THD.shape[-1] - case.rope_width
+    places = range(first, first + case.rope_width)
+    half = case.rope_width // 2
+    interleaved = getattr(case, "interleaved", True)
+    one, other = (places[::2], places[1::2]) if interleaved else (places[:half], places[half:])
     angle = torch.view_as_complex(rotation_TR2.double().contiguous()).unsqueeze(1)
     angle = angle.conj() if getattr(case, "inverse", False) else angle
-    return torch.cat(
-        [x_THD[..., :kept].double(), torch.view_as_real(pairs * angle).flatten(-2)], -1
-    )
+    y_THD = x_THD.double().clone()
+    pairs = torch.complex(y_THD[..., list(one)], y_THD[..., list(other)]) * angle
+    y_THD[..., list(one)], y_THD[..., list(other)] = pairs.real, pairs.imag
+    return y_THD
 
 
 @pytest.mark.parametrize("case", cases("rope.rotate"), ids=str)

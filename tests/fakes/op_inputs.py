@@ -11,7 +11,18 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from metainfer.kernels.inputs import attention, compress, hc, index, linear, moe, norm, rope
+from metainfer.kernels.inputs import (
+    attention,
+    cache,
+    compress,
+    hc,
+    index,
+    linear,
+    moe,
+    norm,
+    quantise,
+    rope,
+)
 from metainfer.kernels.inputs.base import Call, Draw
 
 Maker = Callable[[Any, Draw], Call]
@@ -35,6 +46,40 @@ VARIANTS: Mapping[str, Mapping[str, Maker]] = {
     "rope.norm_rotate": {
         **_rows(rope.norm_rotate, 0, 1, 7),
         "rows apart": partial(rope.norm_rotate, rows=5, spread=True),
+    },
+    "norm.layer_norm_rotate": {
+        **_rows(rope.layer_norm_rotate, 0, 1, 7),
+        "rows apart": partial(rope.layer_norm_rotate, rows=5, spread=True),
+    },
+    "norm.add_rms_norm": {
+        **_rows(norm.add_rms_norm, 0, 1, 7),
+        "rows apart": partial(norm.add_rms_norm, rows=5, spread=True),
+    },
+    "norm.rms_norm_fp8": {
+        **_rows(norm.rms_norm_fp8, 0, 1, 7),
+        "rows apart": partial(norm.rms_norm_fp8, rows=5, spread=True),
+    },
+    "quantise.fp8": {
+        **_rows(quantise.fp8, 0, 1, 7),
+        "rows apart": partial(quantise.fp8, rows=5, spread=True),
+        "wide": partial(quantise.fp8, rows=9, kind="wide"),
+    },
+    "cache.write": {
+        **_rows(cache.write, 0, 1, 7),
+        "rows apart": partial(cache.write, rows=5, spread=True),
+        "wide": partial(cache.write, rows=9, kind="wide"),
+        "fp32 cache": partial(cache.write, rows=5, dtype="float32"),
+        "bf16 cache": partial(cache.write, rows=5, dtype="bfloat16"),
+    },
+    "cache.write_index": {
+        **_rows(cache.write_index, 0, 1, 7),
+        "rows apart": partial(cache.write_index, rows=5, spread=True),
+        "wide": partial(cache.write_index, rows=9, kind="wide"),
+    },
+    "index.encode_queries": {
+        **_rows(cache.encode_queries, 0, 1, 7),
+        "rows apart": partial(cache.encode_queries, rows=5, spread=True),
+        "wide": partial(cache.encode_queries, rows=9, kind="wide"),
     },
     "linear.dense": {
         **_rows(linear.dense, 0, 1, 2, 33),

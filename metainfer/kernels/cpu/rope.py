@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from metainfer.kernels.cpu.backend import cpu_backend
+from metainfer.kernels.cpu.backend import cpu_backend, on_cpu
 from metainfer.kernels.cpu.norm import normed
 from metainfer.kernels.cpu.tiles import is_one_tile, row_tiles
+from metainfer.kernels.registry import Verdict, no
+from metainfer.ops.base import Target
 from metainfer.ops.rope import NormRotateCase, RotateCase
 
 
@@ -69,7 +71,14 @@ def _norm_rotate(
     return y_THD
 
 
+def last_pairs_only(case: RotateCase, target: Target) -> Verdict:
+    """Serves interleaved pairs of the last channels."""
+    if case.leading or not case.interleaved:
+        return no("rotates interleaved pairs of the last channels alone")
+    return on_cpu(case, target)
+
+
 BACKENDS = (
-    cpu_backend("rope.rotate", rotate),
+    cpu_backend("rope.rotate", rotate, eligible=last_pairs_only),
     cpu_backend("rope.norm_rotate", norm_rotate),
 )

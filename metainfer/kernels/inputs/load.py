@@ -6,7 +6,18 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from metainfer.kernels.inputs import attention, compress, hc, index, linear, moe, norm, rope
+from metainfer.kernels.inputs import (
+    attention,
+    cache,
+    compress,
+    hc,
+    index,
+    linear,
+    moe,
+    norm,
+    quantise,
+    rope,
+)
 from metainfer.kernels.inputs.base import Call, Draw
 from metainfer.ops.base import Load
 
@@ -23,6 +34,13 @@ LOADED: Mapping[str, Loaded] = MappingProxyType(
         "norm.rms_norm": _by_rows(norm.rms_norm),
         "rope.rotate": _by_rows(rope.rotate),
         "rope.norm_rotate": _by_rows(rope.norm_rotate),
+        "norm.layer_norm_rotate": _by_rows(rope.layer_norm_rotate),
+        "norm.add_rms_norm": _by_rows(norm.add_rms_norm),
+        "norm.rms_norm_fp8": _by_rows(norm.rms_norm_fp8),
+        "quantise.fp8": _by_rows(quantise.fp8),
+        "cache.write": cache.write_at_load,
+        "cache.write_index": cache.write_index_at_load,
+        "index.encode_queries": _by_rows(cache.encode_queries),
         "linear.dense": _by_rows(linear.dense),
         "linear.fp8_block": _by_rows(linear.fp8_block),
         "linear.grouped": _by_rows(linear.grouped),

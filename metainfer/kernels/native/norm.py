@@ -89,6 +89,6 @@ def norm_rotate(
 def backends(native: Native) -> tuple[Backend, ...]:
     return (
         native.backend("norm.rms_norm", rms_norm),
-        native.backend("rope.rotate", rotate),
+        native.backend("rope.rotate", rotate, eligible=torch_rope.last_pairs_only),
         native.backend("rope.norm_rotate", norm_rotate),
     )

@@ -1,10 +1,21 @@
 """Plain implementations: the formula of each op in torch, for any device, meant to be read."""
 
-from metainfer.kernels.reference import attention, compress, hc, index, linear, moe, norm, rope
+from metainfer.kernels.reference import (
+    attention,
+    cache,
+    compress,
+    hc,
+    index,
+    linear,
+    moe,
+    norm,
+    quantise,
+    rope,
+)
 from metainfer.kernels.registry import Backend
 
 BACKENDS: tuple[Backend, ...] = tuple(
     backend
-    for module in (norm, rope, linear, hc, compress, index, attention, moe)
+    for module in (norm, rope, quantise, linear, hc, compress, index, attention, cache, moe)
     for backend in module.BACKENDS
 )

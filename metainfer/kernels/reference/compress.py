@@ -6,7 +6,7 @@ import torch
 
 from metainfer.kernels.reference.dtypes import TORCH_DTYPES
 from metainfer.kernels.reference.norm import rms
-from metainfer.kernels.reference.rope import rotated
+from metainfer.kernels.reference.rotation import rotated
 from metainfer.kernels.registry import Backend
 from metainfer.ops.compress import CompressCase
 from metainfer.ops.kernel_order import REFERENCE

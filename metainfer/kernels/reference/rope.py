@@ -4,26 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from metainfer.kernels.reference.norm import rms
+from metainfer.kernels.reference.norm import layer_normed, rms
+from metainfer.kernels.reference.rotation import rotated
 from metainfer.kernels.registry import Backend
 from metainfer.ops.kernel_order import REFERENCE
-from metainfer.ops.rope import NormRotateCase, RotateCase
-
-
-def rotated(x_THD: torch.Tensor, rotation_TR2: torch.Tensor, inverse: bool) -> torch.Tensor:
-    """fp32 copy of x with its last R channels rotated, R / 2 pairs by R / 2 angles."""
-    channels = 2 * rotation_TR2.shape[1]
-    kept, turned = x_THD.float().split([x_THD.shape[-1] - channels, channels], dim=-1)
-    cos, sin = rotation_TR2.unsqueeze(1).unbind(-1)
-    if inverse:
-        sin = -sin
-    even, odd = turned[..., 0::2], turned[..., 1::2]
-    pairs = torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=-1)
-    return torch.cat([kept, pairs.flatten(-2)], dim=-1)
+from metainfer.ops.rope import LayerNormRotateCase, NormRotateCase, RotateCase
 
 
 def rotate(case: RotateCase, x_THD: torch.Tensor, rotation_TR2: torch.Tensor) -> torch.Tensor:
-    return x_THD.copy_(rotated(x_THD, rotation_TR2, case.inverse))
+    turned = rotated(x_THD, rotation_TR2, case.inverse, case.interleaved, case.leading)
+    return x_THD.copy_(turned)
 
 
 def norm_rotate(
@@ -39,7 +29,20 @@ def norm_rotate(
     return rotated(normed.to(x_THD.dtype), rotation_TR2, inverse=False).to(x_THD.dtype)
 
 
+def layer_norm_rotate(
+    case: LayerNormRotateCase,
+    x_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    bias_D: torch.Tensor,
+    rotation_TR2: torch.Tensor,
+) -> torch.Tensor:
+    normed_T1D = layer_normed(x_TD, weight_D, bias_D, case.eps).to(x_TD.dtype).unsqueeze(1)
+    y_T1D = rotated(normed_T1D, rotation_TR2, False, case.interleaved, case.leading)
+    return y_T1D.squeeze(1).to(x_TD.dtype)
+
+
 BACKENDS = (
     Backend("rope.rotate", REFERENCE, rotate),
     Backend("rope.norm_rotate", REFERENCE, norm_rotate),
+    Backend("norm.layer_norm_rotate", REFERENCE, layer_norm_rotate),
 )
