@@ -1,0 +1,193 @@
+"""What the layers of a served model bind (`nn`), told from its Arch alone.
+
+The same kinds of layer in the same order as `models.deepseek_v4` builds them; a test compares this
+list with what a model that was built has bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from metainfer.arch.record import Arch, LayerArch, LayerKind, Quantisation, RouterKind, WeightFormat
+from metainfer.arch.split import check_split
+from metainfer.ops.attention import AttentionCase
+from metainfer.ops.compress import CompressCase
+from metainfer.ops.hc import HyperCase
+from metainfer.ops.index import IndexCase
+from metainfer.ops.linear import DenseCase, Fp8BlockCase, GroupedCase
+from metainfer.ops.moe import ExpertsCase, RouteCase, SwigluCase
+from metainfer.ops.norm import RmsNormCase
+from metainfer.ops.rope import NormRotateCase, RotateCase
+from metainfer.ops.use import DECODE, PREFILL, Use, Uses
+
+
+def served_uses(
+    arch: Arch, ranks: int, dtype: str = "bfloat16", stream_dtype: str = "bfloat16"
+) -> tuple[Use, ...]:
+    """Uses of one of `ranks` ranks.
+
+    Args:
+        dtype, stream_dtype: as of `nn.builder.LayerBuilder`.
+
+    Raises:
+        UserError: `ranks` does not divide the model (`arch.split.check_split`).
+    """
+    check_split(arch, ranks)
+    listing = _Listing(arch, ranks, dtype, stream_dtype)
+    for layer in arch.layers:
+        listing.layer(layer)
+    listing.head()
+    return listing.uses.all()
+
+
+class _Listing:
+    """The uses so far, and the shapes of one rank."""
+
+    def __init__(self, arch: Arch, ranks: int, dtype: str, stream_dtype: str) -> None:
+        self.uses = Uses(served=True)
+        self._arch = arch
+        self._ranks = ranks
+        self._dtype = dtype
+        self._heads = arch.num_heads // ranks
+        self._streams = HyperCase(
+            arch.hc_mult,
+            arch.hidden_size,
+            arch.hc_sinkhorn_iters,
+            arch.hc_eps,
+            arch.rms_norm_eps,
+            stream_dtype,
+            dtype,
+        )
+
+    def layer(self, layer: LayerArch) -> None:
+        self._sublayer()
+        self._attention(layer)
+        self._sublayer()
+        self._experts(layer)
+
+    def head(self) -> None:
+        arch = self._arch
+        self.uses.add("hc.head", self._streams)
+        self._norm(arch.hidden_size)
+        self._dense_fp32(arch.vocab_size // self._ranks)
+
+    def _sublayer(self) -> None:
+        self.uses.add("hc.mix", self._streams)
+        self.uses.add("hc.expand", self._streams)
+        self._norm(self._arch.hidden_size)
+
+    def _attention(self, layer: LayerArch) -> None:
+        arch, dtype, heads, uses = self._arch, self._dtype, self._heads, self.uses
+        eps, groups = arch.rms_norm_eps, arch.o_groups // self._ranks
+        if layer.kind is not LayerKind.SLIDING:
+            self._entries(layer)
+        self._stacked((arch.q_lora_rank, arch.head_dim), arch.hidden_size)
+        self._norm(arch.q_lora_rank)
+        self._linear(heads * arch.head_dim, arch.q_lora_rank)
+        inputs = arch.num_heads * arch.head_dim // arch.o_groups
+        weight_format, block = _stored(arch.quantisation, arch.quantisation.linear)
+        uses.add(
+            "linear.grouped",
+            GroupedCase(groups, arch.o_lora_rank, inputs, weight_format, block, dtype),
+        )
+        self._linear(arch.hidden_size, groups * arch.o_lora_rank)
+        widths = (arch.head_dim, arch.rope_head_dim)
+        for case in (
+            NormRotateCase(heads, *widths, weighted=False, eps=eps, dtype=dtype),
+            NormRotateCase(1, *widths, weighted=True, eps=eps, dtype=dtype),
+        ):
+            uses.add("rope.norm_rotate", case)
+        uses.add("rope.rotate", RotateCase(heads, *widths, inverse=True, dtype=dtype))
+        topk = arch.index_topk if layer.kind is LayerKind.COMPRESSED_SPARSE else 0
+        window = arch.sliding_window
+        attend = AttentionCase(heads, arch.head_dim, window, layer.ratio, topk, dtype)
+        uses.add("attention.sparse_decode", attend, (DECODE,))
+        uses.add("attention.sparse_prefill", attend, (PREFILL,))
+
+    def _entries(self, layer: LayerArch) -> None:
+        """Compressors and, where entries are chosen, the indexer."""
+        arch = self._arch
+        rows = self._compressor(layer, arch.head_dim)
+        if layer.kind is LayerKind.COMPRESSED_SPARSE:
+            rows += self._compressor(layer, arch.index_head_dim) + arch.index_num_heads
+            heads, width, dtype = arch.index_num_heads, arch.index_head_dim, self._dtype
+            self._linear(heads * width, arch.q_lora_rank)
+            rotate = RotateCase(heads, width, arch.rope_head_dim, dtype=dtype)
+            self.uses.add("rope.rotate", rotate)
+            case = IndexCase(heads, width, arch.index_topk, layer.ratio, dtype)
+            self.uses.add("attention.index_topk", case, (PREFILL,))
+            self.uses.add("attention.index_topk_decode", case, (DECODE,))
+        self._dense_fp32(rows)
+
+    def _compressor(self, layer: LayerArch, width: int) -> int:
+        """Returns the numbers of state per token."""
+        arch = self._arch
+        overlap = layer.kind is LayerKind.COMPRESSED_SPARSE
+        case = CompressCase(
+            layer.ratio, width, arch.rope_head_dim, overlap, arch.rms_norm_eps, self._dtype
+        )
+        self.uses.add("attention.compress", case, (PREFILL,))
+        self.uses.add("attention.compress_decode", case, (DECODE,))
+        return case.row_width
+
+    def _experts(self, layer: LayerArch) -> None:
+        arch, dtype, uses = self._arch, self._dtype, self.uses
+        inner = arch.moe_intermediate_size // self._ranks
+        route = RouteCase(
+            arch.num_experts,
+            arch.experts_per_token,
+            arch.hidden_size,
+            arch.routed_scaling_factor,
+            arch.norm_topk_prob,
+            dtype,
+        )
+        name = "moe.route_hash" if layer.router is RouterKind.HASH else "moe.route_learned"
+        uses.add(name, route)
+        self._stacked((inner, inner), arch.hidden_size)
+        self._linear(arch.hidden_size, inner)
+        uses.add("moe.swiglu", SwigluCase(inner, arch.swiglu_limit, dtype))
+        weight_format, block = _stored(arch.quantisation, arch.quantisation.experts)
+        experts = ExpertsCase(
+            arch.num_experts,
+            arch.experts_per_token,
+            arch.hidden_size,
+            inner,
+            arch.swiglu_limit,
+            weight_format,
+            block,
+            dtype,
+        )
+        uses.add("moe.experts", experts)
+
+    def _norm(self, width: int) -> None:
+        self.uses.add("norm.rms_norm", RmsNormCase(width, self._arch.rms_norm_eps, self._dtype))
+
+    def _dense_fp32(self, rows: int) -> None:
+        case = DenseCase(rows, self._arch.hidden_size, self._dtype, out_dtype="float32")
+        self.uses.add("linear.dense", case)
+
+    def _stacked(self, rows: Sequence[int], columns: int) -> None:
+        """One product for several matrices, unless a block of scales would straddle two."""
+        _, (block_rows, _) = _stored(self._arch.quantisation, self._arch.quantisation.linear)
+        if any(count % block_rows for count in rows[:-1]):
+            for count in rows:
+                self._linear(count, columns)
+        else:
+            self._linear(sum(rows), columns)
+
+    def _linear(self, rows: int, columns: int) -> None:
+        quantisation, dtype = self._arch.quantisation, self._dtype
+        weight_format, block = _stored(quantisation, quantisation.linear)
+        if weight_format == "dense":
+            self.uses.add("linear.dense", DenseCase(rows, columns, dtype, out_dtype=dtype))
+        else:
+            self.uses.add("linear.fp8_block", Fp8BlockCase(rows, columns, block, dtype))
+
+
+def _stored(quantisation: Quantisation, weights: WeightFormat) -> tuple[str, tuple[int, int]]:
+    """How ops see weights of a format: its name, and (rows, columns) that share a scale."""
+    if weights is WeightFormat.FP8_BLOCK:
+        return "fp8_block", quantisation.fp8_block
+    if weights is WeightFormat.FP4_GROUP:
+        return "fp4_group", (1, quantisation.fp4_group)
+    return "dense", (1, 1)
