@@ -16,6 +16,7 @@ class HyperCase:
     norm_eps: added to the mean square of a row's streams.
     stream_dtype: format of the streams, "float32" or "bfloat16".
     dtype: format of the sublayer's input.
+    normed: whether `hc.mix_shifted` and `hc.collapse` also norm what they collapse.
     """
 
     streams: int
@@ -25,35 +26,56 @@ class HyperCase:
     norm_eps: float = 1e-6
     stream_dtype: str = "bfloat16"
     dtype: str = "bfloat16"
+    normed: bool = False
+
+    @property
+    def mixes(self) -> int:
+        """Rows of fn: a and b of S numbers, C of S x S."""
+        return (2 + self.streams) * self.streams
 
 
 def _mix_cost(case: HyperCase, load: Load) -> Cost:
-    mixes = (2 + case.streams) * case.streams
-    elements = load.rows * case.streams * case.width
-    moved = elements * ELEMENT_BYTES[case.stream_dtype]
+    return _collapse_cost(case, load, case.mixes)
+
+
+def _head_cost(case: HyperCase, load: Load) -> Cost:
+    return _collapse_cost(case, load, case.streams)
+
+
+def _plain_cost(case: HyperCase, load: Load) -> Cost:
+    return _collapse_cost(case, load, 0)
+
+
+def _collapse_cost(case: HyperCase, load: Load, mixes: int) -> Cost:
+    """Streams read once, fn (fp32, `mixes` rows) read once, one row of D written."""
+    row = case.streams * case.width
+    moved = load.rows * row * ELEMENT_BYTES[case.stream_dtype] + 4 * mixes * row
     moved += load.rows * case.width * ELEMENT_BYTES[case.dtype]
-    return Cost(2.0 * elements * (mixes + 2), moved)
+    return Cost(2.0 * load.rows * row * (mixes + 2), moved)
 
 
 def _expand_cost(case: HyperCase, load: Load) -> Cost:
     elements = load.rows * case.streams * case.width
-    moved = 2 * elements * ELEMENT_BYTES[case.stream_dtype] + 4 * load.rows * case.width
+    moved = 2 * elements * ELEMENT_BYTES[case.stream_dtype]
+    moved += load.rows * case.width * ELEMENT_BYTES[case.dtype]
     return Cost(2.0 * elements * (case.streams + 1), moved)
 
 
-def _head_cost(case: HyperCase, load: Load) -> Cost:
-    elements = load.rows * case.streams * case.width
-    return Cost(2.0 * elements * (case.streams + 2), elements * ELEMENT_BYTES[case.stream_dtype])
-
-
-_CASES = {
+_V4 = {
     "deepseek-v4-flash": (HyperCase(4, 4096),),
     "pebble": (HyperCase(4, 256),),
 }
+_V41 = {"deepseek-v4.1-flash": (HyperCase(4, 5120, norm_eps=1e-20, normed=True),)}
 _SMALL = (
     HyperCase(4, 24, stream_dtype="float32", dtype="float32"),
     HyperCase(2, 40, iterations=3, stream_dtype="float32", dtype="float32"),
     HyperCase(4, 64, stream_dtype="float32"),
+    HyperCase(4, 64),
+)
+_SMALL_SHIFTED = (
+    HyperCase(4, 24, norm_eps=1e-20, stream_dtype="float32", dtype="float32", normed=True),
+    HyperCase(2, 40, iterations=3, stream_dtype="float32", dtype="float32"),
+    HyperCase(4, 80, norm_eps=1e-20, normed=True),
     HyperCase(4, 64),
 )
 
@@ -86,11 +108,89 @@ MIX = Op(
         post_TS: fp32 [T, S].
         comb_TSS: fp32 [T, S, S]; first index the source stream.
     """,
-    cases=_CASES,
+    cases=_V4,
     small_cases=_SMALL,
     cost=_mix_cost,
     tolerance=Tolerance(bfloat16=1e-2),
     weights=("fn_MK", "base_M", "scale_3"),
+)
+
+MIX_NORM = Op(
+    name="hc.mix_norm",
+    doc="""`hc.mix`, and what it collapsed normed with the sublayer's weight.
+
+    u rounded to the case's dtype, then `norm.rms_norm` with the case's norm_eps: x is what the two
+    ops one after the other return.
+
+    Prepared from:
+        fn_MK, base_M, scale_3: as in `hc.mix`.
+        norm_weight_D: fp32 [D].
+
+    Arguments:
+        streams_TSD: [T, S, D] in the case's stream_dtype, dense.
+
+    Returns:
+        x_TD: [T, D] in the case's dtype.
+        post_TS: fp32 [T, S].
+        comb_TSS: fp32 [T, S, S]; first index the source stream.
+    """,
+    cases=_V4,
+    small_cases=_SMALL,
+    cost=_mix_cost,
+    tolerance=Tolerance(bfloat16=1e-2),
+    weights=("fn_MK", "base_M", "scale_3", "norm_weight_D"),
+)
+
+MIX_SHIFTED = Op(
+    name="hc.mix_shifted",
+    doc="""`hc.mix` that collapses with the weights of the sublayer before (DeepSeek-V4.1).
+
+    pre, post and comb of these streams are as in `hc.mix`; u = sum over streams i of
+    given[i] * stream[i], which needs not wait for them. Where the case is `normed`, u is rounded
+    and normed as in `hc.mix_norm`. The first sublayer of a model is given (1, 0, .. 0).
+
+    Prepared from:
+        fn_MK, base_M, scale_3: as in `hc.mix`.
+        norm_weight_D: fp32 [D]; None where the case is not `normed`.
+
+    Arguments:
+        streams_TSD: [T, S, D] in the case's stream_dtype, dense.
+        given_TS: fp32 [T, S], pre of the sublayer before.
+
+    Returns:
+        u_TD: [T, D] in the case's dtype.
+        pre_TS, post_TS: fp32 [T, S].
+        comb_TSS: fp32 [T, S, S]; first index the source stream.
+    """,
+    cases=_V41,
+    small_cases=_SMALL_SHIFTED,
+    cost=_mix_cost,
+    tolerance=Tolerance(bfloat16=1e-2),
+    weights=("fn_MK", "base_M", "scale_3", "norm_weight_D"),
+)
+
+COLLAPSE = Op(
+    name="hc.collapse",
+    doc="""Collapses the S streams with given weights, as V4.1 does before its head.
+
+    u = sum over streams i of given[i] * stream[i], in fp32; where the case is `normed`, rounded and
+    normed as in `hc.mix_norm`.
+
+    Prepared from:
+        norm_weight_D: fp32 [D]; None where the case is not `normed`.
+
+    Arguments:
+        streams_TSD: [T, S, D] in the case's stream_dtype, dense.
+        given_TS: fp32 [T, S].
+
+    Returns:
+        u_TD: [T, D] in the case's dtype.
+    """,
+    cases=_V41,
+    small_cases=_SMALL_SHIFTED,
+    cost=_plain_cost,
+    tolerance=Tolerance(bfloat16=1e-2),
+    weights=("norm_weight_D",),
 )
 
 EXPAND = Op(
@@ -109,8 +209,8 @@ EXPAND = Op(
     Returns:
         streams_TSD: [T, S, D] in the case's stream_dtype; may share the memory of the argument.
     """,
-    cases=_CASES,
-    small_cases=_SMALL,
+    cases={**_V4, **_V41},
+    small_cases=(*_SMALL, HyperCase(4, 80)),
     cost=_expand_cost,
     tolerance=Tolerance(bfloat16=1e-2),
 )
@@ -133,11 +233,11 @@ HEAD = Op(
     Returns:
         x_TD: [T, D] in the case's dtype.
     """,
-    cases=_CASES,
+    cases=_V4,
     small_cases=_SMALL,
     cost=_head_cost,
     tolerance=Tolerance(bfloat16=1e-2),
     weights=("fn_SK", "base_S", "scale_1"),
 )
 
-OPS = (MIX, EXPAND, HEAD)
+OPS = (MIX, MIX_NORM, MIX_SHIFTED, EXPAND, COLLAPSE, HEAD)

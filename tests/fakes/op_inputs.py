@@ -105,11 +105,20 @@ VARIANTS: Mapping[str, Mapping[str, Maker]] = {
         "sharp": partial(hc.mix, rows=5, sharpness=20.0),
         "one sharp row": partial(hc.mix, rows=1, sharpness=20.0),
     },
+    "hc.mix_norm": {
+        **_rows(hc.mix_norm, 0, 1, 33),
+        "sharp": partial(hc.mix_norm, rows=5, sharpness=20.0),
+    },
+    "hc.mix_shifted": {
+        **_rows(hc.mix_shifted, 0, 1, 3, 33),
+        "first sublayer": partial(hc.mix_shifted, rows=5, first=True),
+    },
     "hc.expand": {
         **_rows(hc.expand, 0, 1, 7, 300),
         "fp32 y": partial(hc.expand, rows=5, dtype="float32"),
         "bf16 y": partial(hc.expand, rows=5, dtype="bfloat16"),
     },
+    "hc.collapse": _rows(hc.collapse, 0, 1, 7),
     "hc.head": _rows(hc.head, 0, 1, 7),
     "attention.compress": {
         "first window": partial(compress.compress, entries=1, first=0),

@@ -14,10 +14,33 @@ def _streams(case: Any, draw: Draw, rows: int) -> torch.Tensor:
 
 
 def mix(case: Any, draw: Draw, rows: int, sharpness: float = 1.0) -> Call:
-    mixes, numbers = (2 + case.streams) * case.streams, case.streams * case.width
-    fn_MK = draw.normal(mixes, numbers, scale=numbers**-0.5)
+    numbers = case.streams * case.width
+    fn_MK = draw.normal(case.mixes, numbers, scale=numbers**-0.5)
     scale_3 = draw.normal(3).abs() * sharpness
-    return Call((fn_MK, draw.normal(mixes), scale_3), (_streams(case, draw, rows),))
+    return Call((fn_MK, draw.normal(case.mixes), scale_3), (_streams(case, draw, rows),))
+
+
+def mix_norm(case: Any, draw: Draw, rows: int, sharpness: float = 1.0) -> Call:
+    mixed = mix(case, draw, rows, sharpness)
+    return Call((*mixed.weights, draw.normal(case.width)), mixed.arguments)
+
+
+def mix_shifted(case: Any, draw: Draw, rows: int, first: bool = False) -> Call:
+    """
+    Args:
+        first: collapse one stream alone, as the first sublayer of a model does.
+    """
+    mixed, collapsed = mix(case, draw, rows), collapse(case, draw, rows)
+    given_TS = collapsed.arguments[1]
+    if first:
+        given_TS[:, 0], given_TS[:, 1:] = 1.0, 0.0
+    return Call((*mixed.weights, *collapsed.weights), (*mixed.arguments, given_TS))
+
+
+def collapse(case: Any, draw: Draw, rows: int) -> Call:
+    norm_weight_D = draw.normal(case.width) if case.normed else None
+    given_TS = draw.normal(rows, case.streams).sigmoid() + case.eps
+    return Call((norm_weight_D,), (_streams(case, draw, rows), given_TS))
 
 
 def expand(case: Any, draw: Draw, rows: int, dtype: str = "") -> Call:

@@ -16,6 +16,36 @@ Tensors = tuple[torch.Tensor, ...]
 def mix(
     case: HyperCase, weights: Tensors, streams_TSD: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    pre_TS, post_TS, comb_TSS = _mixes(case, weights, streams_TSD)
+    return _collapsed(case, streams_TSD, pre_TS), post_TS, comb_TSS
+
+
+def mix_norm(
+    case: HyperCase, weights: Tensors, streams_TSD: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    pre_TS, post_TS, comb_TSS = _mixes(case, weights[:3], streams_TSD)
+    u_TD = _collapsed(case, streams_TSD, pre_TS)
+    return _normed(case, u_TD, weights[3]), post_TS, comb_TSS
+
+
+def mix_shifted(
+    case: HyperCase, weights: Tensors, streams_TSD: torch.Tensor, given_TS: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    mixes = _mixes(case, weights[:3], streams_TSD)
+    return collapse(case, weights[3:], streams_TSD, given_TS), *mixes
+
+
+def collapse(
+    case: HyperCase, weights: Tensors, streams_TSD: torch.Tensor, given_TS: torch.Tensor
+) -> torch.Tensor:
+    u_TD = _collapsed(case, streams_TSD, given_TS)
+    return _normed(case, u_TD, weights[0]) if case.normed else u_TD
+
+
+def _mixes(
+    case: HyperCase, weights: Tensors, streams_TSD: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """pre_TS, post_TS, comb_TSS."""
     fn_MK, base_M, scale_3 = weights
     streams = case.streams
     sizes = [streams, streams, streams * streams]
@@ -26,15 +56,21 @@ def mix(
             m_TM.split(sizes, dim=-1), scale_3, base_M.split(sizes), strict=True
         )
     )
-    pre_TS = pre.sigmoid() + case.eps
-    post_TS = 2 * post.sigmoid()
     comb_TSS = comb.unflatten(-1, (streams, streams)).softmax(-1) + case.eps
     comb_TSS = comb_TSS / (comb_TSS.sum(-2, keepdim=True) + case.eps)
     for _ in range(case.iterations - 1):
         comb_TSS = comb_TSS / (comb_TSS.sum(-1, keepdim=True) + case.eps)
         comb_TSS = comb_TSS / (comb_TSS.sum(-2, keepdim=True) + case.eps)
+    return pre.sigmoid() + case.eps, 2 * post.sigmoid(), comb_TSS
+
+
+def _collapsed(case: HyperCase, streams_TSD: torch.Tensor, pre_TS: torch.Tensor) -> torch.Tensor:
     u_TD = torch.einsum("ts,tsd->td", pre_TS, streams_TSD.float())
-    return u_TD.to(TORCH_DTYPES[case.dtype]), post_TS, comb_TSS
+    return u_TD.to(TORCH_DTYPES[case.dtype])
+
+
+def _normed(case: HyperCase, u_TD: torch.Tensor, weight_D: torch.Tensor) -> torch.Tensor:
+    return (rms(u_TD, case.norm_eps) * weight_D).to(u_TD.dtype)
 
 
 def expand(
@@ -53,11 +89,14 @@ def head(case: HyperCase, weights: Tensors, streams_TSD: torch.Tensor) -> torch.
     fn_SK, base_S, scale_1 = weights
     m_TS = rms(streams_TSD.flatten(1), case.norm_eps) @ fn_SK.T
     pre_TS = (m_TS * scale_1 + base_S).sigmoid() + case.eps
-    return torch.einsum("ts,tsd->td", pre_TS, streams_TSD.float()).to(TORCH_DTYPES[case.dtype])
+    return _collapsed(case, streams_TSD, pre_TS)
 
 
 BACKENDS = (
     Backend("hc.mix", REFERENCE, mix),
+    Backend("hc.mix_norm", REFERENCE, mix_norm),
+    Backend("hc.mix_shifted", REFERENCE, mix_shifted),
     Backend("hc.expand", REFERENCE, expand),
+    Backend("hc.collapse", REFERENCE, collapse),
     Backend("hc.head", REFERENCE, head),
 )
