@@ -1,10 +1,11 @@
 """Kernels in Triton, for every target in `launch.TARGETS`."""
 
 from metainfer.kernels.registry import Backend
+from metainfer.kernels.triton import attention_prefill
 from metainfer.kernels.triton.backend import Declared
 from metainfer.kernels.triton.launch import Launcher
 
-DECLARED: tuple[Declared, ...] = ()
+DECLARED: tuple[Declared, ...] = (*attention_prefill.BACKENDS,)
 
 
 def triton_backends(launch: Launcher) -> tuple[Backend, ...]:

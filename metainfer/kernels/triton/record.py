@@ -16,6 +16,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from metainfer.core.errors import MetainferError, UserError
 from metainfer.kernels.triton.launch import Grid
@@ -70,7 +71,8 @@ class CompileUnit:
 
     def compile(self, capability: tuple[int, int]) -> Any:
         """Triton's compiled kernel for GPUs of `capability`; needs none."""
-        source = ASTSource(
+        source_type = GluonASTSource if self.kernel.is_gluon() else ASTSource
+        source = source_type(
             fn=self.kernel,
             signature=dict(zip(self.kernel.arg_names, self.signature, strict=True)),
             constexprs={(place,): value for place, value in self.constants},
