@@ -44,7 +44,9 @@ def _gpu_backends(launch: Launcher | None) -> tuple[Backend, ...]:
     if launch is None and not torch.cuda.is_available():
         return ()
     # Triton takes a while to import, and needs not be installed where there is no GPU.
+    from metainfer.kernels.cuda.backends import cuda_backends
     from metainfer.kernels.triton import triton_backends
     from metainfer.kernels.triton.launch import JitLauncher
 
-    return triton_backends(launch or JitLauncher())
+    launch = launch or JitLauncher()
+    return (*cuda_backends(launch), *triton_backends(launch))

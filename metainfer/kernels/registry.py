@@ -22,7 +22,7 @@ from metainfer.ops.kernel_order import REFERENCE, allowed, parse_order
 # Backends that are tried when the plan names none, by target type. A reference on an accelerator
 # is a slow path that nobody asked for, so it must be named.
 _DEFAULT_ORDER: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {"cpu": ("native", "cpu", REFERENCE), "cuda": ("triton",)}
+    {"cpu": ("native", "cpu", REFERENCE), "cuda": ("cuda", "triton")}
 )
 
 

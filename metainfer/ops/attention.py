@@ -201,6 +201,11 @@ _SMALL_PREFILL = (
     AttentionCase(2, 512, 8, ratio=4, topk=6, entry_format="v4_fp8"),
     AttentionCase(2, 512, 8, ratio=2, topk=6, entry_format="v41_fp4"),
     AttentionCase(2, 512, 0, 1, 6, rope_extra=64, entry_format="mla_fp8", sink=False),
+    # Whole groups of heads and tiles of keys.
+    AttentionCase(64, 512, 64, ratio=4, topk=8, lse=True),
+    AttentionCase(64, 512, 64, ratio=4, topk=8, entry_format="v4_fp8"),
+    AttentionCase(128, 512, 64, ratio=2, topk=8, entry_format="v41_fp4"),
+    AttentionCase(64, 512, 0, 1, 6, rope_extra=64, entry_format="mla_fp8", lse=True, sink=False),
 )
 _SMALL_DECODE = (
     *_SMALL,

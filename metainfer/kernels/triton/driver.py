@@ -1,4 +1,4 @@
-"""The few functions of NVIDIA's driver that load and start a function from PTX text."""
+"""The few functions of NVIDIA's driver that load and start a function."""
 
 from __future__ import annotations
 
@@ -45,17 +45,18 @@ class Driver:
             self._contexts[device] = context
         self._check("cuCtxSetCurrent", self._cuda.cuCtxSetCurrent(self._contexts[device]))
 
-    def load(self, ptx: str, name: str) -> int:
-        """The function `name` of `ptx`, translated for the current device; kept for good."""
+    def load(self, code: str | bytes, name: str) -> int:
+        """The function `name` of PTX text, which is translated for the current device, or of
+        machine code; kept for good."""
         module, function = _pointer(), _pointer()
         log = ctypes.create_string_buffer(_LOG_BYTES)
         options = (ctypes.c_int * 2)(_ERROR_LOG, _ERROR_LOG_BYTES)
         values = (_pointer * 2)(ctypes.cast(log, _pointer), _pointer(_LOG_BYTES))
-        code = self._cuda.cuModuleLoadDataEx(
-            ctypes.byref(module), ptx.encode() + b"\0", 2, options, values
-        )
+        image = code.encode() + b"\0" if isinstance(code, str) else code
+        result = self._cuda.cuModuleLoadDataEx(ctypes.byref(module), image, 2, options, values)
         said = log.value.decode(errors="replace").strip()
-        self._check("cuModuleLoadDataEx", code, f" for {name}: {said}" if said else f" for {name}")
+        about = f" for {name}: {said}" if said else f" for {name}"
+        self._check("cuModuleLoadDataEx", result, about)
         self._check(
             "cuModuleGetFunction",
             self._cuda.cuModuleGetFunction(ctypes.byref(function), module, name.encode()),

@@ -16,6 +16,9 @@ from typing import Any, Protocol
 import torch
 import triton
 
+from metainfer.kernels.cuda.program import CudaKernel, unit_of
+from metainfer.kernels.cuda.run import Programs
+
 Grid = tuple[int, ...]
 
 SHARED_BYTES: Mapping[tuple[int, int], int] = MappingProxyType(
@@ -65,6 +68,23 @@ class Launcher(Protocol):
             constants: its `tl.constexpr` parameters by name.
         """
 
+    def cuda(
+        self,
+        kernel: CudaKernel,
+        grid: Grid,
+        *arguments: Any,
+        shared_bytes: int,
+        **constants: int,
+    ) -> None:
+        """Start a kernel in CUDA C++ over `grid`; nothing happens where the grid is empty.
+
+        Args:
+            arguments: tensors and None (pointers), integers (of 64 bits) and floats (of 32), in
+                the order of the function's parameters.
+            shared_bytes: dynamic shared memory of a block.
+            constants: macros of the source.
+        """
+
 
 class JitLauncher:
     """Runs kernels through Triton's own just-in-time compiler, or its interpreter where the
@@ -81,6 +101,7 @@ class JitLauncher:
             multiprocessors = multiprocessors or device.multi_processor_count
         self.capability = capability
         self.multiprocessors = multiprocessors
+        self._programs = Programs(capability)
 
     def __call__(
         self,
@@ -93,6 +114,17 @@ class JitLauncher:
     ) -> None:
         if 0 not in grid:
             kernel[grid](*arguments, num_warps=num_warps, num_stages=num_stages, **constants)
+
+    def cuda(
+        self,
+        kernel: CudaKernel,
+        grid: Grid,
+        *arguments: Any,
+        shared_bytes: int,
+        **constants: int,
+    ) -> None:
+        if 0 not in grid:
+            self._programs.start(unit_of(kernel, shared_bytes, constants), grid, arguments)
 
 
 def shared_limit(capability: tuple[int, int]) -> int:

@@ -114,6 +114,9 @@ class PtxLauncher:
             values,
         )
 
+    def cuda(self, kernel: Any, *arguments: Any, **options: Any) -> None:
+        raise MetainferError(f"{kernel.entry} has no code for a GPU that is older than this one")
+
 
 def load(driver: Driver, unit: CompileUnit, capability: tuple[int, int]) -> Loaded:
     """Compile `unit` for `capability` and bring it into the current device's memory.

@@ -19,6 +19,8 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from metainfer.core.errors import MetainferError, UserError
+from metainfer.kernels.cuda import program
+from metainfer.kernels.cuda.program import CudaKernel, CudaUnit
 from metainfer.kernels.triton.launch import Grid
 
 _POINTERS: Mapping[torch.dtype, str] = {
@@ -95,7 +97,7 @@ def _unit_by_name(module: str, name: str, *fields: Any) -> CompileUnit:
 class Launch:
     """One launch that did not happen."""
 
-    unit: CompileUnit
+    unit: CompileUnit | CudaUnit
     grid: Grid
 
 
@@ -126,7 +128,19 @@ class RecordingLauncher:
             unit, _ = unit_of(kernel, arguments, constants)
             self.launches.append(Launch(unit, grid))
 
-    def units(self) -> tuple[CompileUnit, ...]:
+    def cuda(
+        self,
+        kernel: CudaKernel,
+        grid: Grid,
+        *arguments: Any,
+        shared_bytes: int,
+        **constants: int,
+    ) -> None:
+        if 0 not in grid:
+            unit = program.unit_of(kernel, shared_bytes, constants)
+            self.launches.append(Launch(unit, grid))
+
+    def units(self) -> tuple[CompileUnit | CudaUnit, ...]:
         """What would be compiled, each once, in order of first use."""
         return tuple(dict.fromkeys(launch.unit for launch in self.launches))
 

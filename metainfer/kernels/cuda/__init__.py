@@ -1,0 +1,1 @@
+"""Kernels in CUDA C++, for what Triton cannot say. `backends` lists them."""

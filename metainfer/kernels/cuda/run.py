@@ -1,0 +1,52 @@
+"""Programs: kernels in CUDA C++, compiled at their first start and kept."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from metainfer.kernels.cuda.program import CudaUnit
+
+
+class Programs:
+    """Compiles for `capability`, starts on torch's current device and stream. The first start of a
+    unit compiles and loads it, which a CUDA graph cannot capture; later ones can be captured."""
+
+    def __init__(self, capability: tuple[int, int]) -> None:
+        self._capability = capability
+        self._driver: Any = None
+        self._functions: dict[tuple[int, CudaUnit], int] = {}
+
+    def start(self, unit: CudaUnit, grid: Sequence[int], arguments: Sequence[Any]) -> None:
+        """As `Launcher.cuda` describes the arguments."""
+        if self._driver is None:
+            from metainfer.kernels.triton.driver import Driver
+
+            self._driver = Driver()
+        stream = torch.cuda.current_stream()
+        key = stream.device_index, unit
+        self._driver.enter(stream.device_index)
+        if key not in self._functions:
+            code = unit.compile(self._capability).asm["cubin"]
+            function = self._driver.load(code, unit.name)
+            self._driver.allow_shared(function, unit.shared_bytes)
+            self._functions[key] = function
+        self._driver.launch(
+            self._functions[key],
+            grid,
+            unit.kernel.threads,
+            unit.shared_bytes,
+            stream.cuda_stream,
+            [_packed(argument) for argument in arguments],
+        )
+
+
+def _packed(argument: Any) -> Any:
+    if argument is None:
+        return ctypes.c_uint64(0)
+    if isinstance(argument, torch.Tensor):
+        return ctypes.c_uint64(argument.data_ptr())
+    return ctypes.c_float(argument) if isinstance(argument, float) else ctypes.c_int64(argument)
