@@ -75,6 +75,7 @@ def tiles(case: AttentionCase, capability: tuple[int, int]) -> list[Tile]:
     if case.heads > 32 and wide:
         found += [
             Tile("wgmma", 64, 64, 8),
+            Tile("late", 64, 64, 8),
             Tile("mma", 64, 32, 8, warps_m=4),
             Tile("mma", 64, 32 if case.rope_extra else 64, 8, warps_m=4, split=False),
         ]

@@ -24,6 +24,7 @@ import triton
 from metainfer.kernels.triton.backend import Declared
 from metainfer.kernels.triton.key_rows import decoded, format_constants
 from metainfer.kernels.triton.launch import Launcher, shared_limit
+from metainfer.kernels.triton.prefill_late import prefill_late
 from metainfer.kernels.triton.prefill_mma import prefill_mma
 from metainfer.kernels.triton.prefill_plain import prefill_plain
 from metainfer.kernels.triton.prefill_wgmma import prefill_wgmma
@@ -41,7 +42,7 @@ class Tile:
     """What one program holds, and how.
 
     Attributes:
-        kernel: "wgmma", "mma" or "plain".
+        kernel: "wgmma", "late" (its order of products another), "mma" or "plain".
         heads, keys: of a tile.
         held, buffers, warps_m, step, split: as the constants of `prefill_mma`.
     """
@@ -158,7 +159,7 @@ def run(
         "TABLE": keys.table is not None,
     }
     grid = (rows * triton.cdiv(case.heads, tile.heads),)
-    kernel: Any = prefill_wgmma
+    kernel: Any = prefill_late if tile.kernel == "late" else prefill_wgmma
     if tile.kernel == "mma":
         kernel = prefill_mma
         constants.update(
