@@ -58,7 +58,7 @@ class IndexerShape:
     key_norm: "rms" or "layer", the norm of index keys.
     compresses_keys: index keys have a compressor of their own; otherwise they are projected.
     hadamard: queries and keys are rotated by the Hadamard matrix before they are rounded.
-    key_formats: formats of index keys and queries that are kept, the released one first.
+    key_formats: how index keys and queries are kept, the released format first.
     candidate_blocks, candidate_block: as of `ops.index.IndexCase`.
     """
 
@@ -73,6 +73,11 @@ class IndexerShape:
     key_formats: tuple[str, ...]
     candidate_blocks: int = 0
     candidate_block: int = 8
+
+    @property
+    def coded_formats(self) -> tuple[str, ...]:
+        """Those that are not plain numbers."""
+        return tuple(form for form in self.key_formats if form != "dense")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +101,7 @@ class AttentionSide:
         output_groups: groups of heads with a first output product of their own; 0 where there is
             one output product.
         output_rank: outputs of a group's product.
+        inner_widths: channels between the products of an expert, and of a layer without experts.
         activation_group: channels of activations that share an fp8 scale.
         activation_scale: "e8m0" or "fp32".
     """
@@ -123,6 +129,7 @@ class AttentionSide:
     output_width: int
     output_groups: int
     output_rank: int
+    inner_widths: tuple[int, ...]
     activation_group: int
     activation_scale: str
     max_model_len: int

@@ -11,6 +11,9 @@ from metainfer.arch.families import read_arch
 from metainfer.arch.record import Arch
 from metainfer.arch.tiny import tiny_arch, tiny_quantised_arch
 from metainfer.core.errors import UserError
+from metainfer.ops.catalogue import OPS
+from metainfer.ops.use import DECODE, PARTS, PREFILL, Use
+from metainfer.ops.uses import uses_of
 from metainfer.ops.uses_v4 import served_uses
 from tests.fakes.shapes_only import build_shapes
 
@@ -47,3 +50,43 @@ def test_uses_in_fp32_are_what_the_model_binds() -> None:
 def test_a_layout_that_does_not_divide_is_refused() -> None:
     with pytest.raises(UserError, match="cannot be divided over 3 ranks: attention heads: 64"):
         served_uses(read_arch("deepseek-v4-flash"), 3)
+
+
+ATTENTION = ("deepseek-v4-flash", "deepseek-v4.1-flash", "deepseek-v3.2", "glm-5.3")
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_every_case_at_which_an_op_is_described_is_used(name: str) -> None:
+    """Uses are told from the config, cases of an op by its author: the two agree."""
+    used = {(use.op, use.case) for use in uses_of(name, 1, "attention")}
+    listed = {(op.name, case) for op in OPS.values() for case in op.cases.get(name, ())}
+    described = {(op, case) for op, case in listed if Use(op, case).part == "attention"}
+    assert described <= used
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_heads_are_divided_and_no_kernel_is_without_cases(name: str) -> None:
+    whole, part = uses_of(name, 1, "attention"), uses_of(name, 8, "attention")
+    assert {use.op for use in part} == {use.op for use in whole}
+    decode = [use.case.heads for use in part if use.op == "attention.sparse_decode"]
+    assert set(decode) == {16 if name == "deepseek-v3.2" else 8}
+    with pytest.raises(UserError, match=r"over 5 ranks: attention heads: \d+"):
+        uses_of(name, 5)
+
+
+def test_a_use_counts_passes_and_knows_its_phases() -> None:
+    uses = {(use.op, use.case): use for use in uses_of("glm-5.3", 8)}
+    times = {op: use.times for (op, _), use in uses.items()}
+    assert (times["attention.index_topk"], times["attention.sparse_prefill"]) == (21, 78)
+    phases = {op: use.phases for (op, _), use in uses.items()}
+    assert phases["attention.merge"] == (DECODE,)
+    assert phases["cache.write"] == (PREFILL, DECODE)
+
+
+def test_served_uses_come_first_and_parts_are_known() -> None:
+    uses = uses_of("pebble", 1)
+    assert [use.served for use in uses] == sorted((use.served for use in uses), reverse=True)
+    assert {use.part for use in uses} == set(PARTS)
+    assert {use.part for use in uses_of("pebble", 1, "experts")} == {"experts"}
+    with pytest.raises(UserError, match="'layers' is no part of a model"):
+        uses_of("pebble", 1, "layers")

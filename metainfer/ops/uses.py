@@ -1,0 +1,35 @@
+"""Every operation that a rank of a model runs: what coverage, verification and benchmarks go by."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from metainfer.arch.attention_sides import ATTENTION_ONLY
+from metainfer.arch.families import read_arch, read_attention
+from metainfer.core.errors import UserError
+from metainfer.ops.use import PARTS, Use, merged
+from metainfer.ops.uses_attention import attention_uses
+from metainfer.ops.uses_v4 import served_uses
+
+
+def uses_of(
+    path_or_name: str | Path, ranks: int, part: str = "", dtype: str = "bfloat16"
+) -> tuple[Use, ...]:
+    """Uses of one of `ranks` ranks of a model: those that its layers bind first, then other forms.
+
+    Args:
+        path_or_name: as `arch.families.read_attention` takes it.
+        part: one of `PARTS`, or "" for all that is known of the model.
+        dtype: of activations and of residual streams.
+
+    Raises:
+        UserError, CheckpointError: there is no such model or part, or `ranks` does not divide it.
+    """
+    if part and part not in PARTS:
+        raise UserError(f"'{part}' is no part of a model", hint="parts: " + ", ".join(PARTS))
+    side = read_attention(path_or_name)
+    served: tuple[Use, ...] = ()
+    if side.family not in ATTENTION_ONLY:
+        served = served_uses(read_arch(path_or_name), ranks, dtype, dtype)
+    uses = merged(served, attention_uses(side, ranks, dtype))
+    return tuple(use for use in uses if not part or use.part == part)
