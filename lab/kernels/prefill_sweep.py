@@ -1,10 +1,11 @@
 """Tiles for sparse prefill: which is right, and how fast, at the shapes of the models.
 
-    python lab/kernels/prefill_sweep.py --out DIR [--as sm_89] [--shapes csa64,glm64] [--rows 0]
+    python lab/kernels/prefill_sweep.py --out DIR [--as sm_89] [--shapes csa64,glm64] [--budget-s 200]
 
-Tiles are compiled by processes side by side first. Each is then checked against fp32 products of
-torch at a few rows, with poisoned memory, and timed. One line per shape and tile; DIR/prefill-*.json
-has all of them. Run from the root of the repository.
+Tiles are compiled by processes side by side first. Each is then checked against the reference at a
+few rows, with poisoned memory, and timed. One line per shape and tile; DIR/prefill-*.jsonl has all
+of them (a candidate that breaks its process or hangs is left behind). Run from the root of the
+repository.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from metainfer.ops.base import Load  # noqa: E402
 
 PROCESSES = min(16, os.cpu_count() or 1)
 CHECKED_ROWS = 6
+STALLED_S = 40.0
 
 
 @dataclass(frozen=True)
@@ -116,10 +118,13 @@ def call(launch: Any, shape: Shape, tile: Tile, rows: int) -> Any:
     return arguments, lambda: attention_prefill.run(launch, shape.case, *arguments, tile=tile)
 
 
+def everything(launch: Any, names: list[str]) -> list[tuple[str, Tile]]:
+    return [(name, tile) for name in names for tile in tiles(SHAPES[name].case, launch.capability)]
+
+
 def warm(launch: Any, names: list[str], share: int, of: int) -> None:
     """Compile one of `of` shares of the candidates, by running each at two rows."""
-    everything = [(name, tile) for name in names for tile in tiles(SHAPES[name].case, launch.capability)]
-    for name, tile in everything[share::of]:
+    for name, tile in everything(launch, names)[share::of]:
         try:
             call(launch, SHAPES[name], tile, 2)[1]()
             torch.cuda.synchronize()
@@ -179,37 +184,76 @@ def line(record: dict[str, Any]) -> str:
     )
 
 
+def measure_from(launch: Any, names: list[str], first: int, path: Path) -> int:
+    """Measure the candidates from number `first` on; a line of `path` before and after each."""
+    for number, (name, tile) in list(enumerate(everything(launch, names)))[first:]:
+        with path.open("a") as file:
+            file.write(json.dumps({"number": number, "shape": name, **asdict(tile)}) + "\n")
+        record = measure(launch, name, tile)
+        print(line(record), flush=True)
+        with path.open("a") as file:
+            file.write(json.dumps({"number": number, **record}) + "\n")
+        if "CUDA" in record.get("failed", "") or "llegal" in record.get("failed", ""):
+            return 3  # nothing works in this process any more
+        torch.cuda.empty_cache()
+    return 0
+
+
+def measured(options: argparse.Namespace, command: list[str], until: float) -> None:
+    """Measure in a process that is started anew behind a candidate that broke it or hangs."""
+    path = options.out / f"prefill-{options.portable or 'native'}.jsonl"
+    path.unlink(missing_ok=True)
+    first = 0
+    while time.monotonic() < until:
+        child = subprocess.Popen([*command, "--from", str(first)], cwd=ROOT)
+        grown = time.monotonic()
+        size = 0
+        while child.poll() is None and time.monotonic() < min(until, grown + STALLED_S):
+            time.sleep(0.2)
+            now = path.stat().st_size if path.exists() else 0
+            if now != size:
+                size, grown = now, time.monotonic()
+        if child.poll() is None:
+            child.kill()
+        if child.wait() == 0:
+            return
+        if not path.exists():
+            print("no candidate could be started", flush=True)
+            return
+        last = json.loads(path.read_text().splitlines()[-1])
+        print(f"candidate {last['number']} broke or hung: {last}", flush=True)
+        first = last["number"] + 1
+    print("the time is spent")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--as", dest="portable", default="", choices=("", "sm_80", "sm_89"))
     parser.add_argument("--shapes", default=",".join(SHAPES))
-    parser.add_argument("--warm", default="", help="share/shares: compile only")
     parser.add_argument("--budget-s", type=float, default=200.0)
+    parser.add_argument("--warm", default="", help="share/shares: compile only")
+    parser.add_argument("--from", dest="first", type=int, default=-1, help="measure only")
     options = parser.parse_args()
     names = options.shapes.split(",")
-    launch = launcher(options.portable)
+    options.out.mkdir(parents=True, exist_ok=True)
     if options.warm:
         share, of = options.warm.split("/")
-        warm(launch, names, int(share), int(of))
+        warm(launcher(options.portable), names, int(share), int(of))
         return 0
+    if options.first >= 0:
+        path = options.out / f"prefill-{options.portable or 'native'}.jsonl"
+        return measure_from(launcher(options.portable), names, options.first, path)
     began = time.monotonic()
     command = [sys.executable, __file__, *sys.argv[1:]]
     shares = [subprocess.Popen([*command, "--warm", f"{n}/{PROCESSES}"], cwd=ROOT) for n in range(PROCESSES)]
-    codes = [share.wait() for share in shares]
-    print(f"compiled in {time.monotonic() - began:.0f} s, exit {max(codes)}", flush=True)
-    records = []
-    options.out.mkdir(parents=True, exist_ok=True)
-    for name in names:
-        for tile in tiles(SHAPES[name].case, launch.capability):
-            if time.monotonic() - began > options.budget_s:
-                print("the time is spent")
-                return 1
-            records.append(measure(launch, name, tile))
-            print(line(records[-1]), flush=True)
-            target = options.out / f"prefill-{options.portable or 'native'}.json"
-            target.write_text(json.dumps(records, indent=1))
-        torch.cuda.empty_cache()
+    for share in shares:
+        try:
+            share.wait(max(1.0, began + options.budget_s / 2 - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            share.kill()
+    print(f"compiled in {time.monotonic() - began:.0f} s", flush=True)
+    measured(options, command, began + options.budget_s)
     return 0
 
 
