@@ -96,7 +96,9 @@ def all_stages(out: Path, bench: list[str]) -> list[tuple[str, Stage]]:
 
 
 def tests(flags: list[str]) -> dict[str, list[str]]:
-    command = ["-m", "pytest", "-q", "tests/gpu", "-p", "no:cacheprovider", "--tb=short", *flags]
+    command = ["-m", "pytest", "-q", "tests/gpu", "-p", "no:cacheprovider", "--tb=short"]
+    # The settings of all tests need packages that these do not.
+    command += ["--confcutdir", "tests/gpu", *flags]
     name = " ".join(["tests", *flags])
     return {f"{name} {n}": [*command, "--shard", f"{n}/{SHARDS}"] for n in range(SHARDS)}
 

@@ -19,19 +19,17 @@ import torch
 
 from metainfer.bench.ops_settings import OpsLoad
 from metainfer.kernels.compare import near, tensors
-from metainfer.kernels.inputs.base import Call, Draw
-from metainfer.kernels.inputs.load import LOADED, at_load
+from metainfer.kernels.inputs.base import Call
+from metainfer.kernels.inputs.load import LOADED
+from metainfer.kernels.inputs.series import draw_one, draw_series
 from metainfer.kernels.platform import Platform
 from metainfer.kernels.timing import Stopwatch, Timed
+from metainfer.kernels.verify import prepared
 from metainfer.ops.base import Cost, Load
 from metainfer.ops.catalogue import OPS
 from metainfer.ops.floor import Rates, operands_of
 from metainfer.ops.kernel_order import REFERENCE
-
-_MOST_COPIES = 16
-_MOST_INPUT_BYTES = 8 * 2**30
-_CACHE_BYTES: Mapping[str, int] = {"cuda": 256 * 2**20, "cpu": 32 * 2**20}
-"""What a series touches at least, so that each call finds its inputs in memory."""
+from metainfer.ops.use import Use
 
 Side = Callable[[Any, Call], Timed]
 """(case, call) -> what runs it, everything prepared that a layer prepares once."""
@@ -83,21 +81,11 @@ def backend_sides(on: Platform, work: OpWork) -> Iterator[tuple[str, Side | str]
         verdict = backend.eligible(work.case, on.target)
         if verdict:
             found = True
-            yield name, partial(_backend_side, on, work.op, name)
+            yield name, partial(prepared, on, work.op, name)
         elif on.device == "cuda" and name == "triton":
             yield name, verdict.reason
     if not found and on.device == "cuda" and "triton" not in backends:
         yield "triton", "no kernel yet"
-
-
-def _backend_side(on: Platform, op: str, name: str, case: Any, call: Call) -> Timed:
-    backend = on.registry.backends(op)[name]
-    arguments = call.arguments
-    if OPS[op].weights:
-        prepare = backend.prepare
-        prepared = prepare(case, *call.weights) if prepare else call.weights
-        arguments = (prepared, *arguments)
-    return partial(backend.run, case, *arguments)
 
 
 def measure(
@@ -121,37 +109,17 @@ def measure(
     return results
 
 
-def selected(op: str, load: OpsLoad) -> bool:
+def selected(use: Use, load: OpsLoad) -> bool:
     """Whether `load` asks for this operation."""
-    products = op.startswith(("linear.", "moe."))
-    return fnmatch(op, load.ops) and op in LOADED and not (load.part == "attention" and products)
-
-
-def draw_calls(work: OpWork, device: str) -> list[Call]:
-    """As many different inputs as a series needs."""
-    calls: list[Call] = []
-    touched = 0.0
-    wanted = _CACHE_BYTES[device]
-    moved = OPS[work.op].cost(work.case, work.load).bytes
-    while not calls or (len(calls) < _MOST_COPIES and touched < wanted):
-        calls.append(_draw(work, device, len(calls)))
-        touched += moved
-        held = sum(t.nbytes for t in tensors((calls[-1].weights, calls[-1].arguments)))
-        if held * (len(calls) + 1) > _MOST_INPUT_BYTES:
-            break
-    return calls
-
-
-def _draw(work: OpWork, device: str, seed: int) -> Call:
-    draw = Draw(seed, device, in_place=device == "cuda")
-    return at_load(work.op, work.case, work.load, draw)
+    return fnmatch(use.op, load.ops) and use.op in LOADED
 
 
 def _measure_one(
     work: OpWork, sides: Mapping[str, Side | str], watch: Stopwatch, rounds: int
 ) -> OpResult:
     result = OpResult(work, OPS[work.op].cost(work.case, work.load))
-    calls = draw_calls(work, watch.device)
+    inputs = partial(draw_one, work.op, work.case, work.load, watch.device)
+    calls = draw_series(work.op, work.case, work.load, watch.device, 0)
     series: dict[str, tuple[list[Timed], float]] = {}
     first: list[torch.Tensor] | None = None
     for name, side in sides.items():
@@ -159,7 +127,7 @@ def _measure_one(
             result.missing[name] = side
             continue
         try:
-            returned = tensors(side(work.case, _draw(work, watch.device, 0))())
+            returned = tensors(side(work.case, inputs(0))())
             if first is None:
                 first = returned
             else:

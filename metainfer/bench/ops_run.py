@@ -15,7 +15,7 @@ from metainfer.bench.ops_works import works_of
 from metainfer.hardware.probe import probe
 from metainfer.kernels.platform import Platform, platform
 from metainfer.kernels.timing import measure_rates
-from metainfer.ops.floor import Rates
+from metainfer.kernels.verify import rates_of
 
 
 def run_ops(
@@ -28,8 +28,8 @@ def run_ops(
     on_step(f"{len(works)} operations on {here.name}")
     rates = measure_rates(here.device)
     portable = None
-    if older is not None and older.target.capability is not None:
-        portable = str(load.code_for), portable_rates(older.target.capability, rates)
+    if older is not None:
+        portable = str(load.code_for), rates_of(older)
     peers = find_peers(here.device)
     results = measure(
         load,
@@ -61,15 +61,3 @@ def sides(
         if generic is not None:
             found[GENERIC] = generic
     return found
-
-
-def portable_rates(capability: tuple[int, int], rates: Rates) -> Rates:
-    """The rates of this GPU for the code of an older one: copies as they are, and the best plain
-    products of that code."""
-    from metainfer.kernels.triton.ceiling import product_rates
-    from metainfer.kernels.triton.portable import PtxLauncher
-
-    products = product_rates(PtxLauncher(capability))
-    return Rates(
-        rates.bytes_per_s, {**products, "float32": rates.flops_per_s["float32"]}, rates.launch_s
-    )

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from metainfer.core.config import flag
 from metainfer.core.errors import UserError
+from metainfer.ops.use import PARTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class OpsLoad:
     ops: str = flag(
         "--ops", "Operations whose names match, such as 'attention.*'", "*", unit="pattern"
     )
-    part: str | None = flag("--part", "Only the operations of this part", choices=("attention",))
+    part: str | None = flag("--part", "Only the operations of this part", choices=PARTS)
     device: str | None = flag("--device", "Where; the GPU if there is one", choices=("cpu", "cuda"))
     code_for: str | None = flag(
         "--as", "Measure the code for this older GPU too, such as sm_89", unit="target"

@@ -34,6 +34,7 @@ VERBS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "run": ("metainfer.cli.run", "Answer one prompt and stop"),
         "chat": ("metainfer.cli.chat", "Talk with a model in the terminal"),
         "env": ("metainfer.cli.env", "Report on machine, versions and plan, to paste"),
+        "verify": ("metainfer.cli.verify", "Check every operation of a model on this card"),
         "bench serve": ("metainfer.cli.bench_serve", "Put load on a server and measure it"),
         "bench model": ("metainfer.cli.bench_model", "Measure this engine against transformers"),
         "bench ops": ("metainfer.cli.bench_ops", "Measure each operation against its floor"),

@@ -79,6 +79,7 @@ def run(
         with terminal.progress("loading") as progress:
             engine = Engine.load(directory, settings, progress.update, on_plan=say_plan)
         say_kernels(terminal, engine.kernels)
+        say_unverified(terminal, engine.machine, engine.plan, engine.kernels)
         with engine:
             names = options.served_model_name or (directory.resolve().name,)
             app = create_app(
@@ -104,6 +105,23 @@ def say_kernels(terminal: Terminal, kernels: Sequence[Kernel]) -> None:
     for (op, backend), uses in sorted(counts.items()):
         terminal.say(f"{op:<30}  {backend:<12}  {uses}")
     terminal.say()
+
+
+def say_unverified(
+    terminal: Terminal, machine: Machine, plan: Plan, kernels: Sequence[Kernel]
+) -> None:
+    """On an accelerator one line where kernels in use never passed `metainfer verify` on this card
+    with these versions."""
+    if plan.device.value == "cpu":
+        return
+    from metainfer.kernels.verify_record import card_facts, passed, unverified
+
+    left = unverified(kernels, passed(card_facts(machine, "cuda")))
+    if left:
+        terminal.say(
+            f"{len(left)} kernels in use never passed `metainfer verify` on this card with these"
+            " versions; it takes about five minutes\n"
+        )
 
 
 def announce(

@@ -23,12 +23,14 @@ class Platform:
     target: of the code that runs there.
     registry: backends that start kernels for that target.
     name: of the processor.
+    code_for: the older GPU whose code runs, such as "sm_89"; None natively.
     """
 
     device: str
     target: Target
     registry: Registry
     name: str
+    code_for: str | None = None
 
 
 def platform(device: str | None = None, code_for: str | None = None) -> Platform:
@@ -58,7 +60,8 @@ def platform(device: str | None = None, code_for: str | None = None) -> Platform
         raise UserError(f"{name} is older than {code_for} and cannot run its code")
     from metainfer.kernels.triton.portable import PtxLauncher
 
-    return Platform("cuda", Target("cuda", wanted), builtin_registry(PtxLauncher(wanted)), name)
+    registry = builtin_registry(PtxLauncher(wanted))
+    return Platform("cuda", Target("cuda", wanted), registry, name, code_for)
 
 
 def parse_capability(name: str) -> tuple[int, int]:

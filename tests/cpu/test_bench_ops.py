@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from metainfer.bench.cards import CARDS, projected_s
-from metainfer.bench.ops import OpWork, draw_calls, measure
+from metainfer.bench.ops import OpWork, measure
 from metainfer.bench.ops_report import GENERIC, text_report
 from metainfer.bench.ops_run import run_ops, sides
 from metainfer.bench.ops_settings import OpsLoad
 from metainfer.bench.ops_works import works_of
+from metainfer.kernels.inputs.series import draw_series
 from metainfer.kernels.platform import platform
 from metainfer.ops.base import Cost, Load
 from metainfer.ops.catalogue import OPS
@@ -76,7 +77,7 @@ def test_a_side_that_fails_is_named_and_costs_no_other() -> None:
 
 def test_a_series_exceeds_the_caches_or_has_its_most_copies() -> None:
     case = OPS["moe.swiglu"].cases["pebble"][0]
-    calls = draw_calls(OpWork("pebble", 1, "moe.swiglu", case, "decode", Load(2)), "cpu")
+    calls = draw_series("moe.swiglu", case, Load(2), "cpu", 0)
     assert len(calls) == 16
     numbers = {float(call.arguments[0].float().sum()) for call in calls}
     assert len(numbers) == 16

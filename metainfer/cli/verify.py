@@ -1,0 +1,222 @@
+"""`metainfer verify`: every operation of a model against its reference, on the card at hand."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from metainfer.cli.terminal import Terminal
+from metainfer.cli.verb import Verb
+from metainfer.core.config import flag
+from metainfer.core.errors import UserError
+from metainfer.core.units import format_count, format_seconds
+from metainfer.ops.use import PARTS
+from metainfer.shipped import SHIPPED_MODEL
+
+if TYPE_CHECKING:
+    from metainfer.kernels.verify_run import Check
+
+_PREFILL_ROWS = {"cuda": 2048, "cpu": 64}
+_ENTRIES = {"cuda": (2048, 32768, 131072), "cpu": (2048,)}
+_MOST_WORKERS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyOptions:
+    """What is verified, at which sizes, and where the record goes."""
+
+    model: str | None = flag(
+        "MODEL",
+        "A known name or a checkpoint directory; the shipped model if not given",
+        aliases=("--model",),
+    )
+    plan: Path | None = flag(
+        "--plan", "A plan whose layout, formats and kernel order hold, as JSON"
+    )
+    tensor_parallel_size: int | None = flag(
+        "--tensor-parallel-size",
+        "Ranks that share a layer; one of them is verified",
+        aliases=("--tp",),
+        unit="n",
+    )
+    part: str | None = flag("--part", "Only the operations of this part", choices=PARTS)
+    device: str | None = flag("--device", "Where; the GPU if there is one", choices=("cpu", "cuda"))
+    code_for: str | None = flag(
+        "--as", "Verify the code for this older GPU, such as sm_89", unit="target"
+    )
+    entries: tuple[int, ...] = flag(
+        "--entries",
+        "Entries of context (tokens where a layer does not compress); 2K 32K 128K on a GPU, 2K on a"
+        " CPU",
+        (),
+        unit="n",
+        many=True,
+    )
+    prefill_rows: int | None = flag(
+        "--prefill-rows", "Rows of a step of prefill; 2,048 on a GPU, 64 on a CPU", unit="rows"
+    )
+    decode_batches: tuple[int, ...] = flag(
+        "--decode-batches", "Rows of steps of decode", (1, 4), unit="rows", many=True
+    )
+    budget_s: float | None = flag("--budget", "Begin no check after this time", unit="seconds")
+    workers: int | None = flag("--workers", "Processes that compare at once", unit="n")
+    seed: int | None = flag("--seed", "Fixes the inputs; drawn if not given")
+    out: Path | None = flag("--out", "Write the record to this file too", unit="file")
+    json: bool = flag("--json", "Print the record to stdout instead of the table", False)
+
+    def __post_init__(self) -> None:
+        for name, values in (
+            ("--tensor-parallel-size", (self.tensor_parallel_size,)),
+            ("--entries", self.entries),
+            ("--prefill-rows", (self.prefill_rows,)),
+            ("--decode-batches", self.decode_batches),
+            ("--workers", (self.workers,)),
+        ):
+            if any(value is not None and value < 1 for value in values):
+                raise UserError(f"{name} must be at least 1")
+
+
+def run(terminal: Terminal, options: VerifyOptions) -> int:
+    from metainfer.bench.record import provenance, write_json
+    from metainfer.hardware.probe import probe
+    from metainfer.kernels.platform import platform
+    from metainfer.kernels.verify_record import card_facts, keep, make_record
+    from metainfer.kernels.verify_run import Where, verify
+    from metainfer.plan.plan import Plan
+
+    plan = None if options.plan is None else Plan.from_json(options.plan.read_text("utf-8"))
+    on = platform(options.device, options.code_for)
+    machine = probe()
+    ranks = options.tensor_parallel_size or (plan.tensor_parallel_size.value if plan else 1)
+    order = plan.kernel_order.value if plan else ""
+    on.registry.check_order(order)
+    checks = checks_for(options, on.device, ranks, plan.compute_dtype.value if plan else "bfloat16")
+    where = Where(
+        on.device,
+        options.code_for,
+        order,
+        secrets.randbelow(2**31) if options.seed is None else options.seed,
+    )
+    workers = options.workers or min(_MOST_WORKERS, machine.cpu.physical_cores)
+    terminal.say(f"{format_count(len(checks))} checks on {on.name} as {on.target}")
+    with terminal.progress("verified", "steps") as progress:
+        verified = verify(where, checks, workers, progress.update, options.budget_s)
+    record = make_record(
+        provenance(),
+        card_facts(machine, on.device, options.code_for),
+        {
+            "model": options.model or SHIPPED_MODEL,
+            "tensor_parallel_size": ranks,
+            "part": options.part,
+        },
+        where,
+        checks,
+        verified,
+    )
+    kept = keep(record)
+    if options.out is not None:
+        write_json(options.out, record)
+    terminal.data(json.dumps(record, indent=2) if options.json else report(record))
+    terminal.say(f"record: {options.out or kept}")
+    return 1 if record["failed"] or not record["passed"] else 0
+
+
+def checks_for(options: VerifyOptions, device: str, ranks: int, dtype: str) -> list[Check]:
+    """All checks, at the sizes that were asked for."""
+    from metainfer.arch.families import read_attention
+    from metainfer.kernels.inputs.load import LOADED
+    from metainfer.kernels.verify import checks_of
+    from metainfer.ops.uses import uses_of
+
+    model = options.model or SHIPPED_MODEL
+    uses = [
+        (use.op, use.case, phase)
+        for use in uses_of(model, ranks, options.part or "", dtype)
+        if use.op in LOADED
+        for phase in use.phases
+    ]
+    return checks_of(
+        uses,
+        options.prefill_rows or _PREFILL_ROWS[device],
+        options.decode_batches,
+        options.entries or _ENTRIES[device],
+        read_attention(model).max_model_len,
+    )
+
+
+def report(record: Mapping[str, Any]) -> str:
+    """The record as a table, what failed once more below it."""
+    from metainfer.bench.ops_report import format_us, short_case
+    from metainfer.bench.record import table
+
+    rows = []
+    for case in record["cases"]:
+        seconds = case["seconds"]
+        error = "-" if case["error"] is None else f"{case['error']:.1e}"
+        rows.append(
+            [
+                f"{case['op']} {short_case(case['case'])}",
+                case["phase"],
+                format_count(case["rows"]),
+                format_count(case["tokens"]),
+                case["backend"] or "none",
+                "FAILED" if case["problem"] else "ok",
+                f"{error} of {case['tolerance']:.0e}",
+                "-" if seconds is None else format_us(seconds),
+                format_us(case["floor_s"]),
+                "-" if seconds is None else f"{case['floor_s'] / seconds:.0%}",
+            ]
+        )
+    header = [
+        "operation",
+        "phase",
+        "rows",
+        "tokens",
+        "runs on",
+        "",
+        "error",
+        "us",
+        "floor",
+        "of it",
+    ]
+    card = record["card"]
+    total = record["passed"] + record["failed"]
+    lines = [
+        table(header, rows),
+        "",
+        *_failures(record["cases"]),
+        f"{record['passed']} of {total} checks passed on {card['name']}"
+        + (f" as {card['code_for']}" if card["code_for"] else "")
+        + (f"; {record['left_out']} were left out for want of time" if record["left_out"] else ""),
+        f"launch {format_seconds(record['rates']['launch_s'])};"
+        f" copy {record['rates']['bytes_per_s'] / 1e9:,.0f} GB/s; sha256 {record['sha256']}",
+    ]
+    return "\n".join(lines)
+
+
+def _failures(cases: Sequence[Mapping[str, Any]]) -> list[str]:
+    from metainfer.bench.ops_report import short_case
+
+    return [
+        f"FAILED {case['op']} {short_case(case['case'])}, {case['phase']} of {case['rows']} rows at"
+        f" {format_count(case['tokens'])} tokens, on {case['backend'] or 'nothing'}:"
+        f" {case['problem']}"
+        for case in cases
+        if case["problem"]
+    ]
+
+
+VERB = Verb(
+    "verify",
+    "Check every operation of a model on this card",
+    (("what is verified", VerifyOptions),),
+    run,
+    (
+        "metainfer verify deepseek-v4-flash --part attention",
+        "metainfer verify deepseek-v4-flash --as sm_89 --out verify.json",
+    ),
+)

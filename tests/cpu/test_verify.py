@@ -1,0 +1,277 @@
+"""Verification: what is wrong is found, what crashes costs itself alone, records hold what was."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from metainfer.cli import serve
+from metainfer.cli.terminal import Terminal
+from metainfer.core.errors import UserError
+from metainfer.hardware.probe import probe
+from metainfer.kernels import verify_record
+from metainfer.kernels.platform import Platform, parse_capability, platform
+from metainfer.kernels.reference import BACKENDS as REFERENCE_BACKENDS
+from metainfer.kernels.reference.norm import rms_norm
+from metainfer.kernels.registry import Backend, Kernel, Registry, no
+from metainfer.kernels.verify import check, checks_of, clock, exact_products
+from metainfer.kernels.verify_record import keep, passed, read_record, sign, unverified
+from metainfer.kernels.verify_run import Check, Where, in_processes
+from metainfer.ops.base import Load, Target
+from metainfer.ops.catalogue import OPS
+from metainfer.ops.norm import RmsNormCase
+from tests.fakes.command import metainfer
+from tests.fakes.fragile import fragile
+
+OP = "norm.rms_norm"
+CASE = RmsNormCase(64)
+ONE = Check(OP, CASE, "decode", Load(4, 100))
+WHERE = Where("cpu", None, "", 1)
+
+
+def on_cpu(*backends: Backend) -> Platform:
+    return Platform("cpu", Target("cpu"), Registry((*backends, *REFERENCE_BACKENDS)), "some cpu")
+
+
+def one_number_off(case: Any, x_TD: torch.Tensor, weight_D: torch.Tensor) -> torch.Tensor:
+    y_TD = rms_norm(case, x_TD, weight_D)
+    y_TD[-1, -1] += 1
+    return y_TD
+
+
+def unwritten(case: Any, x_TD: torch.Tensor, weight_D: torch.Tensor) -> torch.Tensor:
+    return torch.empty(x_TD.shape, dtype=torch.bfloat16)
+
+
+def broken(case: Any, x_TD: torch.Tensor, weight_D: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("an illegal access\nand more")
+
+
+@pytest.mark.parametrize(
+    ("run", "problem"),
+    [
+        (rms_norm, ""),
+        (one_number_off, "off by"),
+        (unwritten, "off by nan"),
+        (broken, "RuntimeError: an illegal access"),
+    ],
+)
+def test_a_backend_is_compared_with_the_reference(run: Any, problem: str) -> None:
+    outcome = check(on_cpu(Backend(OP, "cpu", run)), ONE, "", seed=5)
+    assert outcome.backend == "cpu"
+    assert outcome.problem.startswith(problem)
+    assert bool(outcome.problem) == bool(problem)
+    assert (outcome.error < 0.01) == (problem == "")
+
+
+def test_a_case_that_nothing_serves_is_a_problem() -> None:
+    picky = Backend(OP, "cpu", rms_norm, lambda case, target: no("wants 128 channels"))
+    outcome = check(on_cpu(picky), ONE, f"{OP}=cpu", seed=5)
+    assert outcome.backend == ""
+    assert "wants 128 channels" in outcome.problem
+
+
+def test_a_call_is_timed() -> None:
+    assert 0 < clock(on_cpu(Backend(OP, "cpu", rms_norm)), ONE, "cpu", seed=5) < 1
+
+
+def test_products_of_references_are_exact_and_settings_come_back() -> None:
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with exact_products():
+            assert torch.get_float32_matmul_precision() == "highest"
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_sizes_that_change_nothing_are_left_out() -> None:
+    attention = OPS["attention.sparse_decode"].cases["pebble"][1]
+    uses = [
+        (OP, CASE, "prefill"),
+        (OP, CASE, "decode"),
+        ("attention.sparse_decode", attention, "decode"),
+    ]
+    checks = checks_of(uses, 64, (1, 4), (16, 1024, 10**9), longest=32768)
+    sizes = [(c.op, c.phase, c.load.rows, c.load.tokens) for c in checks]
+    assert sizes == [
+        (OP, "prefill", 16, 16),
+        (OP, "prefill", 64, 1024),
+        (OP, "decode", 1, 16),
+        (OP, "decode", 4, 16),
+        ("attention.sparse_decode", "decode", 1, 64),
+        ("attention.sparse_decode", "decode", 1, 4096),
+        ("attention.sparse_decode", "decode", 4, 64),
+        ("attention.sparse_decode", "decode", 4, 4096),
+    ]
+
+
+def test_a_crash_or_a_hang_costs_its_own_check_alone() -> None:
+    checks = [(n, replace(ONE, backend="some")) for n in range(6)]
+    found: dict[int, Any] = {}
+    in_processes(fragile, WHERE, [checks[:5], checks[5:]], found.__setitem__, longest_s=1.0)
+    problems = {number: outcome.problem for number, outcome in sorted(found.items())}
+    assert problems == {
+        0: "",
+        1: "ended its process with SIGSEGV",
+        2: "",
+        3: "did not end within 1 s",
+        4: "",
+        5: "",
+    }
+
+
+def test_what_the_time_does_not_reach_is_left() -> None:
+    found: dict[int, Any] = {}
+    in_processes(fragile, WHERE, [[(3, ONE)]], found.__setitem__, until_s=time.monotonic())
+    assert found == {}
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the verb writes of pebble's attention part at a small size."""
+    directory = tmp_path_factory.mktemp("verify")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verify_record, "default_cache", lambda: directory / "cache")
+        ran = metainfer(
+            "verify", "--device", "cpu", "--part", "attention", "--entries", "256",
+            "--prefill-rows", "8", "--decode-batches", "2", "--seed", "3", "--workers", "1",
+            "--out", str(directory / "record.json"),
+        )  # fmt: skip
+    assert ran.code == 0, ran.out + ran.err
+    assert "checks passed on" in ran.out
+    (kept,) = (directory / "cache").iterdir()
+    text = (directory / "record.json").read_text()
+    assert json.loads(kept.read_text()) == json.loads(text)
+    return read_record(text)
+
+
+def test_the_verb_verifies_every_case_of_a_model(record: dict[str, Any]) -> None:
+    assert record["failed"] == record["left_out"] == 0
+    assert {case["op"] for case in record["cases"]} >= {
+        "norm.rms_norm",
+        "hc.mix",
+        "attention.index_topk",
+        "attention.sparse_prefill",
+        "attention.sparse_decode",
+    }
+    assert not any(case["op"].startswith(("linear.", "moe.")) for case in record["cases"])
+    for case in record["cases"]:
+        assert case["seconds"] > 0
+        assert case["floor_s"] > 0
+        assert case["error"] <= max(case["tolerance"], 0.26)  # codes differ by a step at most
+    assert {
+        case["tokens"] for case in record["cases"] if case["op"] == "attention.sparse_decode"
+    } == {
+        256,
+        1024,
+        4096,
+    }
+    assert len(record["card"]["kernels"]) == 64
+    assert record["rates"]["bytes_per_s"] > 0
+
+
+def test_a_record_that_was_edited_is_refused(record: dict[str, Any]) -> None:
+    edited = json.loads(json.dumps(record))
+    edited["cases"][0]["seconds"] /= 2
+    with pytest.raises(UserError, match="was changed after it was made"):
+        read_record(json.dumps(edited))
+    for text, message in (
+        ("{", "not a JSON record"),
+        ("{}", "not a record of metainfer verify"),
+        (json.dumps(sign(record | {"version": 99})), "has version 99"),
+    ):
+        with pytest.raises(UserError, match=message):
+            read_record(text)
+
+
+def kernel(case: Any, backend: str = "native") -> Kernel:
+    return Kernel(OP, backend, case, partial(print), partial(print))
+
+
+def test_what_passed_counts_for_its_card_and_versions_alone(
+    record: dict[str, Any], tmp_path: Path
+) -> None:
+    cases = [case for case in record["cases"] if case["op"] == OP]
+    known = kernel(RmsNormCase(**cases[0]["case"]), cases[0]["backend"])
+    assert unverified([known], passed(record["card"], tmp_path)) == [known]
+    keep(record, tmp_path)
+    done = passed(record["card"], tmp_path)
+    assert unverified([known, known], done) == []
+    strange, other = kernel(RmsNormCase(999)), kernel(known.case, "other")
+    assert unverified([known, strange, other, strange], done) == [strange, other]
+    assert passed(record["card"] | {"driver": "999"}, tmp_path) == frozenset()
+
+    failed = json.loads(json.dumps(record)) | {"date": "9999-01-01"}
+    for case in failed["cases"]:
+        if case["op"] == OP:
+            case["problem"] = "off by 3"
+    keep(sign(failed), tmp_path)
+    assert unverified([known], passed(record["card"], tmp_path)) == [known]
+    keep(sign(record | {"date": "9999-02-01"}), tmp_path)
+    assert unverified([known], passed(record["card"], tmp_path)) == []
+
+
+def test_a_record_that_was_edited_counts_for_nothing(
+    record: dict[str, Any], tmp_path: Path
+) -> None:
+    path = keep(record, tmp_path)
+    path.write_text(path.read_text().replace('"problem": ""', '"problem": "x"', 1))
+    assert passed(record["card"], tmp_path) == frozenset()
+
+
+def test_serve_says_when_kernels_never_passed(
+    record: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify_record, "default_cache", lambda: tmp_path)
+    monkeypatch.setattr(verify_record, "card_facts", lambda machine, device: record["card"])
+    (case, backend), *_ = {
+        (RmsNormCase(**c["case"]), c["backend"]) for c in record["cases"] if c["op"] == OP
+    }
+
+    def said(device: str) -> str:
+        err = io.StringIO()
+        terminal = Terminal(io.StringIO(), err, colour=False, live=False)
+        plan: Any = SimpleNamespace(device=SimpleNamespace(value=device))
+        serve.say_unverified(terminal, probe(), plan, [kernel(case, backend)])
+        return err.getvalue()
+
+    assert said("cpu") == ""
+    assert said("cuda:0").startswith("1 kernels in use never passed `metainfer verify`")
+    keep(record, tmp_path)
+    assert said("cuda:0") == ""
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--device", "cuda"), "torch sees no GPU"),
+        (("--as", "sm_89", "--device", "cpu"), "a CPU does not run the code of sm_89"),
+        (("no-such-model",), "there is no model at 'no-such-model'"),
+        (("--workers", "0"), "--workers must be at least 1"),
+        (("--plan", "/no/such/plan.json"), "no such file"),
+    ],
+)
+def test_what_cannot_be_verified_is_refused(flags: tuple[str, ...], message: str) -> None:
+    if "cuda" in flags and torch.cuda.is_available():
+        pytest.skip("there is one")
+    ran = metainfer("verify", *flags)
+    assert ran.code == 2
+    assert message in ran.err
+
+
+def test_names_of_code() -> None:
+    assert parse_capability("sm_89") == (8, 9)
+    assert parse_capability("sm_120") == (12, 0)
+    with pytest.raises(UserError, match="'8.9' is no GPU's code name"):
+        parse_capability("8.9")
+    assert platform("cpu").name == "cpu"
