@@ -1,11 +1,16 @@
 """Kernels in Triton, for every target in `launch.TARGETS`."""
 
 from metainfer.kernels.registry import Backend
-from metainfer.kernels.triton import attention_prefill
+from metainfer.kernels.triton import attention_prefill, norm, quantise, rope
 from metainfer.kernels.triton.backend import Declared
 from metainfer.kernels.triton.launch import Launcher
 
-DECLARED: tuple[Declared, ...] = (*attention_prefill.BACKENDS,)
+DECLARED: tuple[Declared, ...] = (
+    *attention_prefill.BACKENDS,
+    *norm.BACKENDS,
+    *rope.BACKENDS,
+    *quantise.BACKENDS,
+)
 
 
 def triton_backends(launch: Launcher) -> tuple[Backend, ...]:

@@ -10,6 +10,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from metainfer.ops.formats import FP8_FLOOR
+
+_FP8_FLOOR = tl.constexpr(FP8_FLOOR)
+
 
 @triton.jit
 def as_bits(x):
@@ -109,3 +113,13 @@ def e8m0_of_amax(bits, floor, CODE: tl.constexpr):
 def e8m0_inverse(scale):
     """int32 bytes b from 1 to 253 -> fp32 2^(127 - b), to multiply with; 0 for 255."""
     return as_float(tl.where(scale == 255, 0, (254 - scale) << 23))
+
+
+@triton.jit
+def e4m3_groups(x, ROWS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, FP8: tl.constexpr):
+    """fp32 [ROWS, BLOCK] -> codes uint8 [ROWS, BLOCK / GROUP, GROUP] and the bytes b of their
+    scales 2^(b - 127), int32 [ROWS, BLOCK / GROUP]; codes of zero and 255 for a group with NaN."""
+    groups = tl.reshape(x, (ROWS, BLOCK // GROUP, GROUP))
+    scale = e8m0_of_amax(amax_bits(groups, 2), _FP8_FLOOR, "e4m3")
+    scaled = groups * e8m0_inverse(scale)[:, :, None]
+    return float_to_e4m3(tl.where((scale == 255)[:, :, None], 0.0, scaled), FP8), scale
