@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from metainfer.core.errors import UserError
-from metainfer.ops.base import ELEMENT_BYTES, Cost, Load, Op
+from metainfer.ops.base import ELEMENT_BYTES, Cost, Load, Op, seen_in_all
 from metainfer.ops.formats import FORMATS
 
 DENSE = "dense"
@@ -95,9 +95,9 @@ def _keys(case: AttentionCase, tokens: int) -> tuple[int, int]:
     return min(tokens, case.window), min(entries, case.topk) if case.topk else entries
 
 
-def _flops(case: AttentionCase, load: Load) -> float:
-    channels = case.key_width + case.width
-    return 2.0 * load.rows * case.heads * channels * sum(_keys(case, load.tokens))
+def _flops(case: AttentionCase, keys: int) -> float:
+    """Of so many pairs of a row and a key that it sees."""
+    return 2.0 * case.heads * (case.key_width + case.width) * keys
 
 
 def _query_and_result_bytes(case: AttentionCase, rows: int) -> int:
@@ -108,11 +108,17 @@ def _query_and_result_bytes(case: AttentionCase, rows: int) -> int:
 
 def _prefill_cost(case: AttentionCase, load: Load) -> Cost:
     latents = min(load.tokens, load.rows + case.window - 1) if case.window else 0
-    entries = load.tokens // case.ratio if case.ratio else 0
+    keys = seen_in_all(load, 1, case.window) if case.window else 0
+    entries = 0
+    if case.ratio:
+        entries = load.tokens // case.ratio
+        keys += seen_in_all(load, case.ratio, case.topk or None)
+    if case.topk:
+        entries = min(entries, load.rows * case.topk)
     moved = latents * row_bytes(DENSE, case.key_width, case.dtype)
     moved += entries * row_bytes(case.entry_format, case.key_width, case.dtype)
     moved += 8 * load.rows * case.topk
-    return Cost(_flops(case, load), moved + _query_and_result_bytes(case, load.rows))
+    return Cost(_flops(case, keys), moved + _query_and_result_bytes(case, load.rows))
 
 
 def _decode_cost(case: AttentionCase, load: Load) -> Cost:
@@ -120,7 +126,8 @@ def _decode_cost(case: AttentionCase, load: Load) -> Cost:
     listed = window * row_bytes(case.window_format, case.key_width, case.dtype)
     listed += entries * row_bytes(case.entry_format, case.key_width, case.dtype)
     moved = load.rows * (listed + 8 * (window + entries))
-    return Cost(_flops(case, load), moved + _query_and_result_bytes(case, load.rows))
+    flops = _flops(case, load.rows * (window + entries))
+    return Cost(flops, moved + _query_and_result_bytes(case, load.rows))
 
 
 def _merge_cost(case: MergeCase, load: Load) -> Cost:

@@ -37,6 +37,21 @@ class Load:
     tokens: int = 0
 
 
+def seen_in_all(load: Load, ratio: int, most: int | None = None) -> int:
+    """Entries of `ratio` tokens that the rows of a prefill see, added over its rows: the last
+    `load.rows` of `load.tokens`, each of which sees the entries that are complete at its position,
+    `most` at most."""
+
+    def up_to(tokens: int) -> int:
+        """Sum over n = 1 .. tokens of min(n // ratio, most)."""
+        rising = tokens if most is None else min(tokens, most * ratio - 1)
+        level = rising // ratio
+        total = ratio * level * (level - 1) // 2 + level * (rising - level * ratio + 1)
+        return total if most is None else total + most * max(0, tokens - rising)
+
+    return up_to(max(load.tokens, load.rows)) - up_to(max(load.tokens - load.rows, 0))
+
+
 @dataclass(frozen=True, slots=True)
 class Tolerance:
     """Largest difference from the reference, absolute and relative to the largest reference value,

@@ -39,7 +39,8 @@ class CacheWriteCase:
 def _cost(case: CacheWriteCase, load: Load) -> Cost:
     size = ELEMENT_BYTES[case.dtype]
     kept = size * case.width if case.format == DENSE else FORMATS[case.format].row_bytes
-    return Cost(8.0 * load.rows * case.width, load.rows * (2.0 * size * case.width + kept + 8))
+    row = 2.0 * size * case.width + kept + 8 + 4 * case.rope_width
+    return Cost(8.0 * load.rows * case.width, load.rows * row)
 
 
 _V4 = CacheWriteCase("v4_fp8", 512, 64, "rms")

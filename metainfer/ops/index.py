@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from metainfer.ops.base import ELEMENT_BYTES, Cost, Load, Op
+from metainfer.ops.base import ELEMENT_BYTES, Cost, Load, Op, seen_in_all
 from metainfer.ops.formats import INDEX_FORMATS
 
 DENSE = "dense"
@@ -55,8 +55,8 @@ def _scored(case: IndexCase, load: Load) -> int:
     return entries
 
 
-def _flops(case: IndexCase, load: Load) -> float:
-    return 2.0 * load.rows * case.heads * (case.width + 1) * _scored(case, load)
+def _flops(case: IndexCase, scores: int) -> float:
+    return 2.0 * case.heads * (case.width + 1) * scores
 
 
 def _row_bytes(case: IndexCase) -> float:
@@ -67,13 +67,15 @@ def _row_bytes(case: IndexCase) -> float:
 
 def _cost(case: IndexCase, load: Load) -> Cost:
     # Rows of one sequence share their keys; candidates are at least those of one row.
-    moved = load.rows * _row_bytes(case) + _scored(case, load) * key_bytes(case)
-    return Cost(_flops(case, load), moved)
+    moved = load.rows * _row_bytes(case) + _scored(case, load) * (key_bytes(case) + 8)
+    most = case.candidate_blocks * case.candidate_block if case.searches_candidates else None
+    return Cost(_flops(case, seen_in_all(load, case.ratio, most)), moved)
 
 
 def _decode_cost(case: IndexCase, load: Load) -> Cost:
-    moved = load.rows * (_row_bytes(case) + _scored(case, load) * key_bytes(case))
-    return Cost(_flops(case, load), moved)
+    # A key, and where it is listed.
+    moved = load.rows * (_row_bytes(case) + _scored(case, load) * (key_bytes(case) + 8))
+    return Cost(_flops(case, load.rows * _scored(case, load)), moved)
 
 
 _V4 = IndexCase(64, 128, 512)

@@ -59,12 +59,14 @@ def _key_bytes(case: IndexWriteCase | IndexEncodeCase) -> float:
 
 
 def _write_cost(case: IndexWriteCase, load: Load) -> Cost:
-    return Cost(16.0 * load.rows * case.width, load.rows * (_key_bytes(case) + 8))
+    row = _key_bytes(case) + 8 + 4 * case.rope_width
+    return Cost(16.0 * load.rows * case.width, load.rows * row)
 
 
 def _encode_cost(case: IndexEncodeCase, load: Load) -> Cost:
     keys = load.rows * case.heads
-    return Cost(10.0 * keys * case.width, keys * _key_bytes(case))
+    moved = keys * _key_bytes(case) + 4 * load.rows * case.rope_width
+    return Cost(10.0 * keys * case.width, moved)
 
 
 _HADAMARD = """the Hadamard matrix H (entries 1 and -1, H[i, j] = (-1)^(number of bits

@@ -29,7 +29,8 @@ class QuantiseFp8Case:
 def _cost(case: QuantiseFp8Case, load: Load) -> Cost:
     elements = load.rows * case.heads * case.width
     each = ELEMENT_BYTES[case.dtype] + 1 + SCALE_BYTES[case.scale] / case.group
-    return Cost(flops=2 * elements, bytes=elements * each)
+    moved = elements * each + 4 * load.rows * case.rope_width
+    return Cost(flops=2 * elements, bytes=moved)
 
 
 FP8 = Op(

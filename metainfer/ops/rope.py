@@ -66,17 +66,20 @@ class LayerNormRotateCase:
 
 def _rotate_cost(case: RotateCase, load: Load) -> Cost:
     elements = load.rows * case.heads * case.rope_width
-    return Cost(flops=3 * elements, bytes=2 * elements * ELEMENT_BYTES[case.dtype])
+    moved = 2 * elements * ELEMENT_BYTES[case.dtype] + 4 * load.rows * case.rope_width
+    return Cost(flops=3 * elements, bytes=moved)
 
 
 def _norm_rotate_cost(case: NormRotateCase, load: Load) -> Cost:
     elements = load.rows * case.heads * case.width
-    return Cost(flops=4 * elements, bytes=2 * elements * ELEMENT_BYTES[case.dtype])
+    moved = 2 * elements * ELEMENT_BYTES[case.dtype] + 4 * load.rows * case.rope_width
+    return Cost(flops=4 * elements, bytes=moved)
 
 
 def _layer_norm_rotate_cost(case: LayerNormRotateCase, load: Load) -> Cost:
     elements = load.rows * case.width
-    return Cost(flops=6 * elements, bytes=2 * elements * ELEMENT_BYTES[case.dtype])
+    moved = 2 * elements * ELEMENT_BYTES[case.dtype] + 4 * load.rows * case.rope_width
+    return Cost(flops=6 * elements, bytes=moved)
 
 
 ROTATE = Op(
