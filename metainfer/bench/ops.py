@@ -8,8 +8,7 @@ timed.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from functools import partial
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 
 from metainfer.bench.ops_settings import OpsLoad
+from metainfer.core.errors import UserError
 from metainfer.kernels.compare import near, tensors
 from metainfer.kernels.inputs.base import Call
 from metainfer.kernels.inputs.load import LOADED
@@ -31,6 +31,9 @@ from metainfer.ops.floor import Rates, operands_of
 from metainfer.ops.kernel_order import REFERENCE
 from metainfer.ops.use import Use
 
+NOTHING = "none"
+"""Name of the side of an operation that no backend runs."""
+
 Side = Callable[[Any, Call], Timed]
 """(case, call) -> what runs it, everything prepared that a layer prepares once."""
 
@@ -41,7 +44,8 @@ class OpWork:
 
     Attributes:
         phase: "prefill" or "decode".
-        uses: how often one forward pass of the model calls it; 0 where that was not counted.
+        times: how often one pass through the model runs it.
+        served: a layer of a served model runs it.
     """
 
     model: str
@@ -50,7 +54,8 @@ class OpWork:
     case: Any
     phase: str
     load: Load
-    uses: int = 0
+    times: int = 1
+    served: bool = False
 
 
 @dataclass(slots=True)
@@ -70,53 +75,28 @@ class OpResult:
     missing: dict[str, str] = field(default_factory=dict)
 
 
-def backend_sides(on: Platform, work: OpWork) -> Iterator[tuple[str, Side | str]]:
-    """(name, side or why there is none) of this package's backends: on a GPU the one that is
-    chosen, on a CPU all that keep weights as they are stored."""
+def backend_sides(on: Platform, work: OpWork) -> dict[str, Side | str]:
+    """This package's backends by name, the one that is chosen first; others that could run too,
+    but for those that unpack weights beforehand. Where none can: why."""
+    found: dict[str, Side | str] = {}
+    try:
+        chosen = on.registry.bind(work.op, work.case, on.target).backend
+    except UserError:
+        verdicts = on.registry.explain(work.op, work.case, on.target)
+        reasons = [f"{name}: {verdict.reason}" for name, verdict in verdicts if name != REFERENCE]
+        return {NOTHING: "; ".join(reasons) or "has no kernel yet"}
     backends = on.registry.backends(work.op)
-    found = False
-    for name, backend in backends.items():
-        if name == REFERENCE or backend.expands:
-            continue
-        verdict = backend.eligible(work.case, on.target)
-        if verdict:
-            found = True
-            yield name, partial(prepared, on, work.op, name)
-        elif on.device == "cuda" and name == "triton":
-            yield name, verdict.reason
-    if not found and on.device == "cuda" and "triton" not in backends:
-        yield "triton", "no kernel yet"
+    for name in (chosen, *backends):
+        backend = backends[name]
+        if name != REFERENCE and not backend.expands and backend.eligible(work.case, on.target):
+            found.setdefault(name, partial(prepared, on, work.op, name))
+    return found
 
 
 def measure(
-    load: OpsLoad,
-    works: Sequence[OpWork],
-    sides_of: Callable[[OpWork], Mapping[str, Side | str]],
-    device: str,
-    on_progress: Callable[[int, int], None],
-) -> list[OpResult]:
-    """All works in order; those that the time budget does not reach are left out."""
-    watch = Stopwatch(device)
-    began_s = time.perf_counter()
-    results = []
-    for done, work in enumerate(works):
-        on_progress(done, len(works))
-        if load.budget_s is not None and time.perf_counter() - began_s > load.budget_s:
-            break
-        results.append(_measure_one(work, sides_of(work), watch, load.rounds))
-        if device == "cuda":
-            torch.cuda.empty_cache()
-    return results
-
-
-def selected(use: Use, load: OpsLoad) -> bool:
-    """Whether `load` asks for this operation."""
-    return fnmatch(use.op, load.ops) and use.op in LOADED
-
-
-def _measure_one(
     work: OpWork, sides: Mapping[str, Side | str], watch: Stopwatch, rounds: int
 ) -> OpResult:
+    """Let all sides take turns at one operation; one that fails is named and costs no other."""
     result = OpResult(work, OPS[work.op].cost(work.case, work.load))
     inputs = partial(draw_one, work.op, work.case, work.load, watch.device)
     calls = draw_series(work.op, work.case, work.load, watch.device, 0)
@@ -135,16 +115,22 @@ def _measure_one(
             del returned
             timed = [side(work.case, call) for call in calls]
             series[name] = timed, watch.warm(timed)
-            result.seconds[name] = []
-        except Exception as error:  # one side must not cost the others
-            result.missing[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
-            _free(watch.device)
+        except Exception as error:  # whatever a side raises
+            said = (str(error).splitlines() or [""])[0][:200]
+            result.missing[name] = f"{type(error).__name__}: {said}"
+            watch.wait()  # raises where a GPU has been lost to this process
     order = list(series)
     for number in range(rounds):
         for name in order if number % 2 else order[::-1]:
             timed, held_s = series[name]
-            result.seconds[name].append(watch.series_s(timed, held_s))
+            result.seconds.setdefault(name, []).append(watch.series_s(timed, held_s))
+    result.seconds = {name: result.seconds[name] for name in order}
     return result
+
+
+def selected(use: Use, load: OpsLoad) -> bool:
+    """Whether `load` asks for this operation."""
+    return fnmatch(use.op, load.ops) and use.op in LOADED
 
 
 def difference(first: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> float:
@@ -163,9 +149,3 @@ def floors(result: OpResult, rates: Rates) -> tuple[float, str]:
     """(seconds of the floor, what sets it) at the rates of one platform."""
     operands = operands_of(result.work.case)
     return rates.floor_s(result.cost, operands), rates.bound(result.cost, operands)
-
-
-def _free(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()

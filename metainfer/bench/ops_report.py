@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from metainfer.bench.cards import CARDS, projected_s
@@ -18,35 +18,47 @@ GENERIC = "torch"
 """Name of the side that composes an operation of torch's own."""
 
 
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What was found out before the operations.
+
+    Attributes:
+        rates: of the device.
+        code_for: the older GPU whose code ran beside, and the side's name; None for none.
+        portable: the rates of that code's instructions here.
+        missing: name of a peer -> why it is not there.
+    """
+
+    rates: Rates
+    code_for: str | None
+    portable: Rates | None
+    missing: Mapping[str, str]
+
+
 def record(
     results: Sequence[OpResult],
     load: OpsLoad,
-    rates: Rates,
-    portable: tuple[str, Rates] | None,
+    facts: Measured | None,
     machine: Mapping[str, Any],
-    peers: Mapping[str, str],
 ) -> dict[str, Any]:
-    """The JSON record.
-
-    Args:
-        portable: the side that ran the code of an older GPU, and the rates of its instructions.
-        peers: name -> why a peer is not there.
-    """
+    """The JSON record. `facts`: None where the time did not reach them."""
     return {
         **provenance(),
         "machine": dict(machine),
         "load": asdict(load),
-        "rates": asdict(rates),
-        "portable": None if portable is None else {"side": portable[0], **asdict(portable[1])},
-        "peers_missing": dict(peers),
+        "rates": None if facts is None else asdict(facts.rates),
+        "portable": None
+        if facts is None or facts.portable is None
+        else {"side": facts.code_for, **asdict(facts.portable)},
+        "peers_missing": {} if facts is None else dict(facts.missing),
         "cards": [{"name": c.name, "rates": _plain(c.rates()), "source": c.source} for c in CARDS],
-        "operations": [_entry(result, rates, portable) for result in results],
+        "operations": [] if facts is None else [_entry(result, facts) for result in results],
     }
 
 
-def _entry(result: OpResult, rates: Rates, portable: tuple[str, Rates] | None) -> dict[str, Any]:
+def _entry(result: OpResult, facts: Measured) -> dict[str, Any]:
     work, cost = result.work, result.cost
-    floor_s, bound = floors(result, rates)
+    floor_s, bound = floors(result, facts.rates)
     sides: dict[str, Any] = {}
     for name, seconds in result.seconds.items():
         middle = statistics.median(seconds)
@@ -68,7 +80,8 @@ def _entry(result: OpResult, rates: Rates, portable: tuple[str, Rates] | None) -
         "phase": work.phase,
         "rows": work.load.rows,
         "tokens": work.load.tokens,
-        "uses": work.uses,
+        "times": work.times,
+        "served": work.served,
         "flops": cost.flops,
         "bytes": cost.bytes,
         "floor_s": floor_s,
@@ -76,10 +89,10 @@ def _entry(result: OpResult, rates: Rates, portable: tuple[str, Rates] | None) -
         "sides": sides,
         "missing": result.missing,
     }
-    if portable is not None and portable[0] in sides:
+    if facts.portable is not None and facts.code_for in sides:
         operands = operands_of(work.case)
-        here_s = portable[1].floor_s(cost, operands)
-        fraction = here_s / sides[portable[0]]["median_s"]
+        here_s = facts.portable.floor_s(cost, operands)
+        fraction = here_s / sides[facts.code_for]["median_s"]
         entry["portable_of_floor"] = fraction
         entry["projected_s"] = {
             card.name: projected_s(card, cost, operands, fraction) for card in CARDS
@@ -93,9 +106,12 @@ def _plain(rates: Rates) -> dict[str, Any]:
 
 def text_report(made: Mapping[str, Any]) -> str:
     """The record as one table per model and number of ranks."""
-    lines = [_rates_line(made["rates"])]
-    if made["portable"]:
-        lines.append(f"{made['portable']['side']}: {_rates_line(made['portable'])}")
+    if made["rates"] is None:
+        return "the time did not reach the first operation"
+    lines = [f"measured first, here: {_rates_line(made['rates'])}"]
+    portable = made["portable"]
+    if portable:
+        lines.append(f"as {portable['side']}: {_rates_line(portable)}")
     lines += [f"{name}: {why}" for name, why in made["peers_missing"].items()]
     for model, ranks in dict.fromkeys(
         (entry["model"], entry["tensor_parallel_size"]) for entry in made["operations"]
@@ -105,38 +121,61 @@ def text_report(made: Mapping[str, Any]) -> str:
             for entry in made["operations"]
             if (entry["model"], entry["tensor_parallel_size"]) == (model, ranks)
         ]
-        lines += ["", f"{model}, one rank of {ranks}", _table(entries)]
+        lines += ["", f"{model}, one rank of {ranks}; times in us"]
+        lines.append(_table(entries, portable["side"] if portable else None))
     return "\n".join(lines)
 
 
-def _table(entries: Sequence[Mapping[str, Any]]) -> str:
-    sides = list(dict.fromkeys(name for entry in entries for name in entry["sides"]))
-    cards = [card.name for card in CARDS if any("projected_s" in entry for entry in entries)]
-    header = ["operation", "rows", "floor", "by"]
-    for name in sides:
-        header += [name, "of floor"]
-    header += ["TFLOP/s", "TB/s", *cards]
-    rows = []
-    for entry in entries:
-        row = [_title(entry), f"{entry['rows']:,}", format_us(entry["floor_s"]), entry["bound"][:5]]
-        for name in sides:
-            side = entry["sides"].get(name)
-            row += [format_us(side["median_s"]), f"{side['of_floor']:.0%}"] if side else ["-", ""]
-        best = next(iter(entry["sides"].values()), None)
-        row += (
-            [f"{best['flops_per_s'] / 1e12:.3g}", f"{best['bytes_per_s'] / 1e12:.3g}"]
-            if best
-            else ["", ""]
-        )
-        row += [
-            format_us(entry["projected_s"][card]) if "projected_s" in entry else ""
-            for card in cards
-        ]
-        rows.append(row)
+def _table(entries: Sequence[Mapping[str, Any]], code_for: str | None) -> str:
+    others = [name for name in _names(entries) if name not in (code_for, GENERIC)]
+    ours = [name for name in others if any(next(iter(e["sides"]), "") == name for e in entries)]
+    header = ["operation", "rows", "floor", "by", "ours", "of floor", "runs on", "TFLOP/s", "TB/s"]
+    header += ["torch", *(["others"] if others != ours or len(ours) > 1 else [])]
+    if code_for:
+        header += [code_for, "of its floor", *(card.name for card in CARDS)]
+    rows = [_row(entry, header, code_for) for entry in entries]
     lines = [table(header, rows)]
     for entry in entries:
         lines += [f"  {_title(entry)}, {name}: {why}" for name, why in entry["missing"].items()]
     return "\n".join(lines)
+
+
+def _names(entries: Sequence[Mapping[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(name for entry in entries for name in entry["sides"]))
+
+
+def _row(entry: Mapping[str, Any], header: Sequence[str], code_for: str | None) -> list[str]:
+    sides = entry["sides"]
+    ours = next((name for name in sides if name not in (code_for, GENERIC)), None)
+    cells = dict.fromkeys(header, "")
+    cells |= {
+        "operation": _title(entry),
+        "rows": f"{entry['rows']:,}",
+        "floor": format_us(entry["floor_s"]),
+        "by": entry["bound"][:5],
+    }
+    if ours is not None:
+        side = sides[ours]
+        cells |= {
+            "ours": format_us(side["median_s"]),
+            "of floor": f"{side['of_floor']:.0%}",
+            "runs on": ours,
+            "TFLOP/s": f"{side['flops_per_s'] / 1e12:.3g}",
+            "TB/s": f"{side['bytes_per_s'] / 1e12:.3g}",
+        }
+    if GENERIC in sides:
+        cells["torch"] = format_us(sides[GENERIC]["median_s"])
+    if "others" in cells:
+        cells["others"] = ", ".join(
+            f"{name} {format_us(side['median_s'])}"
+            for name, side in sides.items()
+            if name not in (ours, code_for, GENERIC)
+        )
+    if code_for in sides:
+        cells[str(code_for)] = format_us(sides[code_for]["median_s"])
+        cells["of its floor"] = f"{entry['portable_of_floor']:.0%}"
+        cells |= {name: format_us(seconds) for name, seconds in entry["projected_s"].items()}
+    return list(cells.values())
 
 
 def format_us(seconds: float) -> str:
@@ -165,6 +204,6 @@ def short_case(case: Mapping[str, Any]) -> str:
 def _rates_line(rates: Mapping[str, Any]) -> str:
     flops = ", ".join(f"{k} {v / 1e12:.3g}" for k, v in rates["flops_per_s"].items())
     return (
-        f"measured first: copy {rates['bytes_per_s'] / 1e12:.3g} TB/s; products {flops} TFLOP/s;"
-        f" launch {format_seconds(rates['launch_s'])}; times in us"
+        f"copy {rates['bytes_per_s'] / 1e12:.3g} TB/s; products {flops} TFLOP/s;"
+        f" launch {format_seconds(rates['launch_s'])}"
     )

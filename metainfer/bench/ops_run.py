@@ -1,44 +1,86 @@
-"""One run of `bench ops`: rates first, then all operations, then the record."""
+"""One run of `bench ops`: rates first, then all operations, then the record.
+
+Operations are measured in a process of its own, which another follows if a kernel ends it.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from multiprocessing.connection import Connection
 from typing import Any
 
-from metainfer.bench.ops import OpWork, Side, backend_sides, measure
+from metainfer.bench.ops import NOTHING, OpResult, OpWork, Side, backend_sides, measure
 from metainfer.bench.ops_generic import generic_side
 from metainfer.bench.ops_peers import find_peers
-from metainfer.bench.ops_report import GENERIC, record
+from metainfer.bench.ops_report import GENERIC, Measured, record
 from metainfer.bench.ops_settings import OpsLoad
 from metainfer.bench.ops_works import works_of
 from metainfer.hardware.probe import probe
 from metainfer.kernels.platform import Platform, platform
-from metainfer.kernels.timing import measure_rates
+from metainfer.kernels.processes import Numbered, in_processes, require_a_sound_device
+from metainfer.kernels.timing import Stopwatch, measure_rates
 from metainfer.kernels.verify import rates_of
+from metainfer.ops.catalogue import OPS
+
+_FACTS = -1  # in place of a work's number
 
 
 def run_ops(
     load: OpsLoad, on_progress: Callable[[int, int], None], on_step: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Measure what `load` asks for; returns the record."""
+    """Measure what `load` asks for; returns the record.
+
+    Raises UserError: there is no such device, model or layout.
+    """
+    here = platform(load.device, None)
+    if load.code_for:
+        platform(load.device, load.code_for)
+    works = works_of(load, here.device)
+    distinct = list(dict.fromkeys(map(_alike, works)))
+    on_step(f"{len(distinct)} operations on {here.name}")
+    until_s = None if load.budget_s is None else time.monotonic() + load.budget_s
+    facts: list[Measured] = []
+    found: dict[OpWork, OpResult] = {}
+
+    def measured(number: int, result: Any) -> None:
+        if number == _FACTS:
+            facts.append(result)
+            return
+        found[distinct[number]] = result
+        on_progress(len(found), len(distinct))
+
+    def failed(number: int, why: str) -> None:
+        work = distinct[number]
+        cost = OPS[work.op].cost(work.case, work.load)
+        measured(number, OpResult(work, cost, missing={NOTHING: why}))
+
+    in_processes(_measure, load, [list(enumerate(distinct))], measured, failed, until_s=until_s)
+    results = [replace(found[_alike(work)], work=work) for work in works if _alike(work) in found]
+    machine = json.loads(probe().to_json())
+    return record(results, load, facts[0] if facts else None, machine)
+
+
+def _alike(work: OpWork) -> OpWork:
+    """Works that differ in who has them alone are the same to measure."""
+    return replace(work, model="", ranks=1, times=0, served=False)
+
+
+def _measure(connection: Connection, load: OpsLoad, works: Sequence[Numbered]) -> None:
+    """In a process: the rates, then each work."""
     here = platform(load.device)
     older = platform(load.device, load.code_for) if load.code_for else None
-    works = works_of(load, here.device)
-    on_step(f"{len(works)} operations on {here.name}")
-    rates = measure_rates(here.device)
-    portable = None
-    if older is not None:
-        portable = str(load.code_for), rates_of(older)
+    watch = Stopwatch(here.device)
     peers = find_peers(here.device)
-    results = measure(
-        load,
-        works,
-        lambda work: sides(work, load, here, older, peers.sides),
-        here.device,
-        on_progress,
-    )
-    return record(results, load, rates, portable, json.loads(probe().to_json()), peers.missing)
+    portable = None if older is None else rates_of(older)
+    facts = Measured(measure_rates(here.device), load.code_for, portable, dict(peers.missing))
+    connection.send((_FACTS, facts))
+    for number, work in works:
+        taking_part = sides(work, load, here, older, peers.sides)
+        connection.send((number, measure(work, taking_part, watch, load.rounds)))
+        require_a_sound_device(here.device)
 
 
 def sides(
@@ -48,16 +90,14 @@ def sides(
     older: Platform | None,
     peers: Mapping[str, Callable[[OpWork], Side | None]],
 ) -> dict[str, Side | str]:
-    """All that can do `work`: the kernels of this GPU first, which the others are compared with."""
-    found: dict[str, Side | str] = dict(backend_sides(here, work))
+    """All that can do `work`: the kernel of this GPU first, which the others are compared with."""
+    found = backend_sides(here, work)
     if older is not None:
-        found |= {str(load.code_for): side for _, side in backend_sides(older, work)}
+        found[str(load.code_for)] = next(iter(backend_sides(older, work).values()))
     for name, side_of in peers.items():
         side = side_of(work)
         if side is not None:
             found[name] = side
     if load.generic:
-        generic = generic_side(work.op)
-        if generic is not None:
-            found[GENERIC] = generic
+        found[GENERIC] = generic_side(work.op)
     return found

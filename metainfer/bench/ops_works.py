@@ -19,7 +19,7 @@ def works_of(load: OpsLoad, device: str) -> list[OpWork]:
     context = load.context or max(rows, _CONTEXT[device])
     sizes = {PREFILL: (rows,), DECODE: load.decode_batches}
     return [
-        OpWork(model, ranks, use.op, use.case, phase, Load(batch, context), use.times)
+        OpWork(model, ranks, use.op, use.case, phase, Load(batch, context), use.times, use.served)
         for model in load.models or (SHIPPED_MODEL,)
         for ranks in load.tensor_parallel_sizes
         for use in uses_of(model, ranks, load.part or "")

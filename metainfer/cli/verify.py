@@ -155,7 +155,7 @@ def report(record: Mapping[str, Any]) -> str:
 
     rows = []
     for case in record["cases"]:
-        seconds = case["seconds"]
+        seconds, floor_s = case["seconds"], case["floor_s"]
         error = "-" if case["error"] is None else f"{case['error']:.1e}"
         rows.append(
             [
@@ -167,8 +167,8 @@ def report(record: Mapping[str, Any]) -> str:
                 "FAILED" if case["problem"] else "ok",
                 f"{error} of {case['tolerance']:.0e}",
                 "-" if seconds is None else format_us(seconds),
-                format_us(case["floor_s"]),
-                "-" if seconds is None else f"{case['floor_s'] / seconds:.0%}",
+                "-" if floor_s is None else format_us(floor_s),
+                "-" if seconds is None or floor_s is None else f"{floor_s / seconds:.0%}",
             ]
         )
     header = [
@@ -192,10 +192,19 @@ def report(record: Mapping[str, Any]) -> str:
         f"{record['passed']} of {total} checks passed on {card['name']}"
         + (f" as {card['code_for']}" if card["code_for"] else "")
         + (f"; {record['left_out']} were left out for want of time" if record["left_out"] else ""),
-        f"launch {format_seconds(record['rates']['launch_s'])};"
-        f" copy {record['rates']['bytes_per_s'] / 1e9:,.0f} GB/s; sha256 {record['sha256']}",
+        _rates(record["rates"]) + f"sha256 {record['sha256']}",
     ]
     return "\n".join(lines)
+
+
+def _rates(rates: Mapping[str, Any] | None) -> str:
+    if rates is None:
+        return ""
+    flops = ", ".join(f"{name} {rate / 1e12:.3g}" for name, rate in rates["flops_per_s"].items())
+    return (
+        f"launch {format_seconds(rates['launch_s'])}; copy {rates['bytes_per_s'] / 1e9:,.0f} GB/s;"
+        f" products {flops} TFLOP/s; "
+    )
 
 
 def _failures(cases: Sequence[Mapping[str, Any]]) -> list[str]:

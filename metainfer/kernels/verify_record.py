@@ -24,7 +24,7 @@ from metainfer.hardware.machine import Machine, Unknown
 from metainfer.kernels.registry import Kernel
 from metainfer.kernels.verify_run import Check, Outcome, Verified, Where
 from metainfer.ops.catalogue import OPS
-from metainfer.ops.floor import operands_of
+from metainfer.ops.floor import Rates, operands_of
 
 KIND = "metainfer verify"
 RECORD_VERSION = 1
@@ -91,7 +91,7 @@ def make_record(
         subject: the model, its layout and part.
     """
     cases = [
-        _entry(check, outcome, verified)
+        _entry(check, outcome, verified.rates)
         for check, outcome in zip(checks, verified.outcomes, strict=True)
         if outcome is not None
     ]
@@ -104,7 +104,7 @@ def make_record(
             **subject,
             "order": where.order,
             "seed": where.seed,
-            "rates": asdict(verified.rates),
+            "rates": None if verified.rates is None else asdict(verified.rates),
             "passed": sum(not case["problem"] for case in cases),
             "failed": sum(bool(case["problem"]) for case in cases),
             "left_out": len(checks) - len(cases),
@@ -113,7 +113,7 @@ def make_record(
     )
 
 
-def _entry(check: Check, outcome: Outcome, verified: Verified) -> dict[str, Any]:
+def _entry(check: Check, outcome: Outcome, rates: Rates | None) -> dict[str, Any]:
     cost = OPS[check.op].cost(check.case, check.load)
     operands = operands_of(check.case)
     return {
@@ -127,8 +127,8 @@ def _entry(check: Check, outcome: Outcome, verified: Verified) -> dict[str, Any]
         "tolerance": OPS[check.op].tolerance.of(check.case.dtype),
         "problem": outcome.problem,
         "seconds": outcome.seconds,
-        "floor_s": verified.rates.floor_s(cost, operands),
-        "bound": verified.rates.bound(cost, operands),
+        "floor_s": None if rates is None else rates.floor_s(cost, operands),
+        "bound": None if rates is None else rates.bound(cost, operands),
     }
 
 

@@ -16,6 +16,7 @@ from metainfer.bench.ops_settings import OpsLoad
 from metainfer.bench.ops_works import works_of
 from metainfer.kernels.inputs.series import draw_series
 from metainfer.kernels.platform import platform
+from metainfer.kernels.timing import Stopwatch
 from metainfer.ops.base import Cost, Load
 from metainfer.ops.catalogue import OPS
 from metainfer.ops.floor import Rates, operands_of
@@ -49,9 +50,9 @@ def test_the_generic_path_computes_what_the_kernels_compute(op: str) -> None:
     load = replace(QUICK, ops=op, rounds=1, decode_batches=(3,))
     here = platform("cpu")
     works = works_of(load, "cpu")
-    results = measure(load, works, lambda w: sides(w, load, here, None, {}), "cpu", quietly)
-    assert results
-    for result in results:
+    assert works
+    for work in works:
+        result = measure(work, sides(work, load, here, None, {}), Stopwatch("cpu"), 1)
         assert GENERIC in result.seconds, result.missing
         assert result.errors.get(GENERIC, 0.0) < 0.03
 
@@ -67,7 +68,7 @@ def test_a_side_that_fails_is_named_and_costs_no_other() -> None:
         return lambda: None
 
     sides = {"broken": broken, "fine": fine, "absent": "not written"}
-    (result,) = measure(QUICK, [work], lambda _: sides, "cpu", quietly)  # type: ignore[arg-type]
+    result = measure(work, sides, Stopwatch("cpu"), 2)  # type: ignore[arg-type]
     assert result.missing == {
         "broken": "RuntimeError: no such instruction",
         "absent": "not written",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import time
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,12 +19,13 @@ from metainfer.core.errors import UserError
 from metainfer.hardware.probe import probe
 from metainfer.kernels import verify_record
 from metainfer.kernels.platform import Platform, parse_capability, platform
+from metainfer.kernels.processes import in_processes
 from metainfer.kernels.reference import BACKENDS as REFERENCE_BACKENDS
 from metainfer.kernels.reference.norm import rms_norm
 from metainfer.kernels.registry import Backend, Kernel, Registry, no
 from metainfer.kernels.verify import check, checks_of, clock, exact_products
 from metainfer.kernels.verify_record import keep, passed, read_record, sign, unverified
-from metainfer.kernels.verify_run import Check, Where, in_processes
+from metainfer.kernels.verify_run import Check
 from metainfer.ops.base import Load, Target
 from metainfer.ops.catalogue import OPS
 from metainfer.ops.norm import RmsNormCase
@@ -35,7 +35,6 @@ from tests.fakes.fragile import fragile
 OP = "norm.rms_norm"
 CASE = RmsNormCase(64)
 ONE = Check(OP, CASE, "decode", Load(4, 100))
-WHERE = Where("cpu", None, "", 1)
 
 
 def on_cpu(*backends: Backend) -> Platform:
@@ -115,24 +114,26 @@ def test_sizes_that_change_nothing_are_left_out() -> None:
     ]
 
 
-def test_a_crash_or_a_hang_costs_its_own_check_alone() -> None:
-    checks = [(n, replace(ONE, backend="some")) for n in range(6)]
+def test_a_crash_or_a_hang_costs_its_own_piece_alone() -> None:
     found: dict[int, Any] = {}
-    in_processes(fragile, WHERE, [checks[:5], checks[5:]], found.__setitem__, longest_s=1.0)
-    problems = {number: outcome.problem for number, outcome in sorted(found.items())}
-    assert problems == {
-        0: "",
+    pieces = [(n, f"piece {n}") for n in range(6)]
+    shares = [pieces[:5], pieces[5:], []]
+    in_processes(fragile, "of", shares, found.__setitem__, found.__setitem__, longest_s=1.0)
+    assert dict(sorted(found.items())) == {
+        0: "result of piece 0",
         1: "ended its process with SIGSEGV",
-        2: "",
+        2: "result of piece 2",
         3: "did not end within 1 s",
-        4: "",
-        5: "",
+        4: "result of piece 4",
+        5: "result of piece 5",
     }
 
 
 def test_what_the_time_does_not_reach_is_left() -> None:
     found: dict[int, Any] = {}
-    in_processes(fragile, WHERE, [[(3, ONE)]], found.__setitem__, until_s=time.monotonic())
+    shares = [[(3, "hangs"), (5, "is fine")]]
+    told = found.__setitem__
+    in_processes(fragile, "of", shares, told, told, until_s=time.monotonic())
     assert found == {}
 
 
