@@ -1,8 +1,14 @@
 """Kernels in Triton, for every target in `launch.TARGETS`."""
 
 from metainfer.kernels.registry import Backend
-from metainfer.kernels.triton import attention_merge
-from metainfer.kernels.triton import attention_prefill, cache, index_codes, norm, quantise, rope
+from metainfer.kernels.triton import (
+    attention_decode,
+    attention_merge,
+    attention_prefill,
+    norm,
+    quantise,
+    rope,
+)
 from metainfer.kernels.triton.backend import Declared
 from metainfer.kernels.triton.launch import Launcher
 
@@ -10,9 +16,9 @@ DECLARED: tuple[Declared, ...] = (
     *norm.BACKENDS,
     *rope.BACKENDS,
     *quantise.BACKENDS,
-    *cache.BACKENDS,
-    *index_codes.BACKENDS,
     *attention_prefill.BACKENDS,
+    *attention_decode.BACKENDS,
+    *attention_merge.BACKENDS,
 )
 
 

@@ -49,9 +49,8 @@ def merge_shards(
     to_D = out + pair * D + tl.program_id(1) * BD + tl.arange(0, BD)
     is_channel_D = tl.program_id(1) * BD + tl.arange(0, BD) < D
     tl.store(to_D, (acc_D / mass).to(out.dtype.element_ty), mask=is_channel_D)
-    if LSE:
-        if tl.program_id(1) == 0:
-            tl.store(lse + pair, (top + tl.log2(mass)) * 0.6931471805599453)
+    if LSE and tl.program_id(1) == 0:
+        tl.store(lse + pair, (top + tl.log2(mass)) * 0.6931471805599453)
 
 
 def merge_into(

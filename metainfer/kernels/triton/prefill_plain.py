@@ -15,7 +15,7 @@ from metainfer.kernels.triton.prefill_keys import LISTS, NUMBERS
 
 
 @triton.jit
-def _attend(
+def attend_tile(
     q_MD, q_MX, at_N, there_N, d_D, d_X, top_M, mass_M, acc_MD, scale,
     D: tl.constexpr, EXTRA: tl.constexpr, CODED: tl.constexpr, CODE: tl.constexpr,
     BLOCK: tl.constexpr, SCALE: tl.constexpr, PLAIN_AT: tl.constexpr, SCALES_AT: tl.constexpr,
@@ -99,7 +99,7 @@ def prefill_plain(
         window_tiles = (last - low + BN).to(tl.int32) // BN
         for tile in range(window_tiles):
             row_N = low + tile * BN + n_N
-            top_M, mass_M, acc_MD = _attend(
+            top_M, mass_M, acc_MD = attend_tile(
                 q_MD, q_MX, latents + row_N * latent_stride, row_N <= last, d_D, d_X,
                 top_M, mass_M, acc_MD, scale, D, EXTRA, 0, "", 1, "", 0, 0, False, UPCAST,
             )  # fmt: skip
@@ -121,7 +121,7 @@ def prefill_plain(
             row_N = first + name_N
             if TABLE:
                 row_N = tl.load(table + row_N, mask=there_N, other=0)
-            top_M, mass_M, acc_MD = _attend(
+            top_M, mass_M, acc_MD = attend_tile(
                 q_MD, q_MX, entries + row_N * entry_stride, there_N, d_D, d_X,
                 top_M, mass_M, acc_MD, scale, D, EXTRA, CODED, CODE, BLOCK, SCALE, PLAIN_AT,
                 SCALES_AT, FP8, UPCAST,

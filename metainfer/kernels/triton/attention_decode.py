@@ -1,0 +1,145 @@
+"""attention.sparse_decode in Triton.
+
+Keys of a row are split over programs where rows and heads alone are too few for the GPU; each
+split leaves its result and log-sum-exp in a workspace, which a second kernel merges. Splits depend
+on shapes and the number of multiprocessors alone, so a CUDA graph may hold both kernels.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+
+from metainfer.kernels.triton.attention_merge import merge_into
+from metainfer.kernels.triton.backend import Declared
+from metainfer.kernels.triton.decode_plain import decode_plain
+from metainfer.kernels.triton.key_rows import format_constants
+from metainfer.kernels.triton.launch import Launcher
+from metainfer.ops.attention import AttentionCase
+
+# In units of the time that one tile takes: the start and end of a program, a merge, and what each
+# split adds to it.
+_START, _MERGE, _SPLIT = 3.0, 4.0, 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """What one program holds, and how.
+
+    Attributes:
+        kernel: "plain".
+        heads, keys: of a tile.
+        resident: programs that a multiprocessor holds at a time.
+    """
+
+    kernel: str
+    heads: int
+    keys: int
+    warps: int
+    resident: int = 1
+
+
+def plain_tile(case: AttentionCase) -> Tile:
+    """For the plain kernel, small enough for every GPU."""
+    return Tile("plain", 16, 16 if case.dtype == "float32" else 32, 4)
+
+
+def splits_of(programs: int, tiles: int, places: int) -> int:
+    """Into how many parts the `tiles` of each of `programs` programs are split, where `places` run
+    at a time: what takes least time when a program takes as long as its tiles, and a bit."""
+
+    def time(splits: int) -> float:
+        waves = -(-programs * splits // places)
+        merge = _MERGE + _SPLIT * splits if splits > 1 else 0.0
+        return waves * (_START + -(-tiles // splits)) + merge
+
+    return min(range(1, max(1, min(tiles, 4 * places)) + 1), key=time)
+
+
+def run(
+    launch: Launcher,
+    case: AttentionCase,
+    q_THK: torch.Tensor,
+    ring: torch.Tensor | None,
+    window_rows_TW: torch.Tensor | None,
+    sink_H: torch.Tensor | None = None,
+    entries: torch.Tensor | None = None,
+    entry_rows_TK: torch.Tensor | None = None,
+    tile: Tile | None = None,
+    splits: int | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """The op; `tile` and `splits` are chosen where none are given."""
+    rows = len(q_THK)
+    tile = tile or plain_tile(case)
+    window_columns = 0 if window_rows_TW is None else window_rows_TW.shape[1]
+    entry_columns = 0 if entry_rows_TK is None else entry_rows_TK.shape[1]
+    blocks = triton.cdiv(case.heads, tile.heads)
+    if splits is None:
+        tiles = triton.cdiv(window_columns, tile.keys) + triton.cdiv(entry_columns, tile.keys)
+        splits = splits_of(rows * blocks, tiles, launch.multiprocessors * tile.resident)
+    out_THD = q_THK.new_empty(rows, case.heads, case.width)
+    lse_TH = q_THK.new_empty(rows, case.heads, dtype=torch.float32) if case.lse else None
+    part, part_lse = out_THD, lse_TH
+    if splits > 1:
+        part = q_THK.new_empty(splits, *out_THD.shape, dtype=torch.float32)
+        part_lse = part.new_empty(part.shape[:-1])
+    arguments = (
+        q_THK.contiguous(),
+        ring,
+        window_rows_TW,
+        sink_H,
+        entries,
+        entry_rows_TK,
+        part,
+        part_lse,
+        rows,
+        case.heads,
+        window_columns,
+        entry_columns,
+        splits,
+        0 if ring is None else ring.stride(0),
+        0 if entries is None else entries.stride(0),
+        0 if window_rows_TW is None else window_rows_TW.stride(0),
+        0 if entry_rows_TK is None else entry_rows_TK.stride(0),
+        case.score_scale * math.log2(math.e),
+    )
+    constants: dict[str, Any] = {
+        "M": tile.heads,
+        "BN": tile.keys,
+        "D": case.width,
+        "EXTRA": case.rope_extra,
+        "WINDOW": window_columns > 0,
+        "ENTRIES": entry_columns > 0,
+        "SINK": sink_H is not None,
+        "LSE": part_lse is not None,
+    }
+    launch(
+        decode_plain,
+        (rows * blocks, splits),
+        *arguments,
+        num_warps=tile.warps,
+        BD=max(16, triton.next_power_of_2(case.width)),
+        BX=max(16, triton.next_power_of_2(case.rope_extra)),
+        UPCAST=launch.interpreted,
+        **constants,
+        **_format_constants(launch, case),
+    )
+    if part_lse is not None and splits > 1:
+        merge_into(launch, part, part_lse, out_THD, lse_TH)
+    return out_THD if lse_TH is None else (out_THD, lse_TH)
+
+
+def _format_constants(launch: Launcher, case: AttentionCase) -> dict[str, Any]:
+    """How rows of the ring and of the entries are bytes."""
+    window = format_constants(launch, case.window_format, case.width)
+    entry = format_constants(launch, case.entry_format, case.width)
+    constants = {f"W_{name}": value for name, value in window.items() if name != "FP8"}
+    constants.update({f"E_{name}": value for name, value in entry.items() if name != "FP8"})
+    return {**constants, "FP8": window["FP8"] or entry["FP8"]}
+
+
+BACKENDS = (Declared("attention.sparse_decode", run),)
