@@ -96,7 +96,8 @@ def prefill_mma(  # noqa: PLR0912, PLR0915 (layouts tie all of it together)
     held = ()
     for c in gl.static_range(HELD_STEPS + EXTRA // STEP):
         held_MC = q_A[:, None] + (c * STEP + c_A)[None, :]
-        held = held + (gl.load(held_MC, mask=(h_A < heads)[:, None], other=0.0),)  # noqa: RUF005
+        new = gl.load(held_MC, mask=(h_A < heads)[:, None], other=0.0)
+        held = held + (new,)  # type: ignore[assignment]  # noqa: RUF005
 
     low, last, window_tiles, tiles, seen, listed, rows_of = extent_of(
         t, p, latent_rows, table, sequence, selected, columns, table_stride, selected_stride,
