@@ -46,33 +46,45 @@ struct Arguments {
   int64 ratio;
 };
 
-// How many key slots a row has: its window, then entries; unused slots are masked.
-__device__ __forceinline__ int entry_slots(const Arguments& a, int64 position) {
-  if (a.ratio == 0) return 0;
-  if (SELECTS) return (int)a.listed;
-  const int64 seen = (position + 1) / a.ratio;
-  return (int)(seen < a.table_width ? seen : a.table_width);
+// One query row: where it is, and how many slots of keys it has: its window, then entries. Slots
+// without a key are masked.
+struct Row {
+  int64 t, position, latent, table;
+  int seen, slots;
+};
+
+__device__ __forceinline__ Row row_of(const Arguments& a, int64 t) {
+  Row r;
+  r.t = t;
+  r.position = a.positions[t];
+  r.latent = WINDOW ? a.latent_rows[t] : 0;
+  r.table = a.sequences ? a.sequences[t] * a.table_width : 0;
+  int64 seen = a.ratio ? (r.position + 1) / a.ratio : 0;
+  seen = seen < a.table_width ? seen : a.table_width;
+  r.seen = (int)seen;
+  r.slots = WINDOW + (SELECTS ? (a.ratio ? (int)a.listed : 0) : r.seen);
+  return r;
 }
 
-__device__ __forceinline__ int tile_pairs(const Arguments& a, int64 position) {
-  return (WINDOW + entry_slots(a, position) + 2 * TILE - 1) / (2 * TILE);
+__device__ __forceinline__ int tile_pairs(const Row& r) {
+  return (r.slots + 2 * TILE - 1) / (2 * TILE);
 }
 
-// The cache row of an entry slot; -1 where the row sees none there.
-__device__ __forceinline__ int64 entry_row(const Arguments& a, int64 t, int64 position, int slot,
-                                           int slots) {
-  if (slot >= slots) return -1;
-  const int64 entry = SELECTS ? a.selected[t * a.listed + slot] : slot;
-  if (entry < 0 || entry >= a.table_width || entry >= (position + 1) / a.ratio) return -1;
-  const int64 sequence = a.sequences ? a.sequences[t] : 0;
-  return a.entry_rows[sequence * a.table_width + entry];
+// From slot to cache row in two steps, each a load that the fetching of other tiles hides: the
+// number of the entry (-1: none), then its row. In the window the number is that of the slot.
+__device__ __forceinline__ int entry_in(const Arguments& a, const Row& r, int slot) {
+  if (slot >= r.slots) return -1;
+  if (slot < WINDOW) return slot;
+  return SELECTS ? (int)a.selected[r.t * a.listed + slot - WINDOW] : slot - WINDOW;
 }
 
-__device__ __forceinline__ int64 slot_row(const Arguments& a, int64 t, int64 position, int slot,
-                                          int slots) {
-  if (slot >= WINDOW) return entry_row(a, t, position, slot - WINDOW, slots);
-  const int64 back = WINDOW - 1 - slot;
-  return back <= position ? a.latent_rows[t] - back : -1;
+__device__ __forceinline__ int64 row_in(const Arguments& a, const Row& r, bool of_window,
+                                        int entry) {
+  if (of_window) {
+    const int64 back = WINDOW - 1 - entry;
+    return back <= r.position ? r.latent - back : -1;
+  }
+  return entry >= 0 && entry < r.seen ? a.entry_rows[r.table + entry] : -1;
 }
 
 __device__ __forceinline__ void store_channels(uint32 to, const float (&v)[8]) {
@@ -99,39 +111,70 @@ __device__ __forceinline__ float decode_e2m1(uint32 code, float scale) {
   return __uint_as_float(__float_as_uint(magnitude) | (code & 8) << 28) * scale;
 }
 
-// Eight channels a thread of each chunk of 64, from a row of bytes; `lane8` of eight threads a row.
+// What one thread reads of a row of bytes: eight channels of each chunk of 64, `lane8` of eight
+// threads a row. Loads come first, so that those of the next row run under the decoding of this.
 template <int F>
-__device__ __forceinline__ void fetch_coded(uint32 to, const uint8* row, int lane8) {
-  const int last = KEY / 64 - (F == V4_FP8 || F == MLA_FP8);
-  float scales[4];
-  uint64 exponents = 0;
-  if (F == MLA_FP8) *(float4*)scales = *(const float4*)(row + 512);
-  if (F == V4_FP8) exponents = *(const uint64*)(row + 576);
+struct Coded {
+  static constexpr int CHUNKS = KEY / 64 - (F == V4_FP8 || F == MLA_FP8);
+  uint64 codes[CHUNKS];
+  uint4 scales;
+
+  __device__ __forceinline__ void load(const uint8* row, int lane8, bool real) {
+    scales = make_uint4(0, 0, 0, 0);
 #pragma unroll
-  for (int chunk = 0; chunk < last; ++chunk) {
-    float v[8];
-    if (F == FP32) {
+    for (int chunk = 0; chunk < CHUNKS; ++chunk) codes[chunk] = 0;
+    if (!real) return;
+    if (F == MLA_FP8) scales = *(const uint4*)(row + 512);
+    if (F == V4_FP8) scales = *(const uint4*)(row + 576);
+#pragma unroll
+    for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+      if (F == V41_FP4)
+        codes[chunk] = *(const uint32*)(row + 32 * chunk + 4 * lane8) |
+                       (uint64)row[256 + 4 * chunk + lane8 / 2] << 32;
+      else
+        codes[chunk] = *(const uint64*)(row + 64 * chunk + 8 * lane8);
+    }
+  }
+
+  __device__ __forceinline__ void store(uint32 to) const {
+#pragma unroll
+    for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+      float v[8];
+      if (F == V41_FP4) {
+        float scale[4];
+        decode_e4m3((uint32)(codes[chunk] >> 32), 1.f, scale);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) v[i] = decode_e2m1((uint32)codes[chunk] >> 4 * i, scale[0]);
+      } else {
+        const float scale = F == MLA_FP8 ? __uint_as_float(word(chunk / 2)) : power(chunk);
+        decode_e4m3((uint32)codes[chunk], scale, v);
+        decode_e4m3((uint32)(codes[chunk] >> 32), scale, v + 4);
+      }
+      store_channels(to + chunk * CHUNK_BYTES, v);
+    }
+  }
+
+  __device__ __forceinline__ uint32 word(int i) const {
+    return i == 0 ? scales.x : i == 1 ? scales.y : i == 2 ? scales.z : scales.w;
+  }
+
+  __device__ __forceinline__ float power(int chunk) const {
+    const uint32 exponent = word(chunk / 4) >> 8 * (chunk % 4) & 255;
+    // 2^-127 is not a normal number: its bits are those of half the least normal one.
+    return __uint_as_float(exponent ? exponent << 23 : 1u << 22);
+  }
+};
+
+__device__ __forceinline__ void store_floats(uint32 to, const uint8* row, int lane8, bool real) {
+#pragma unroll
+  for (int chunk = 0; chunk < KEY / 64; ++chunk) {
+    float v[8] = {0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f};
+    if (real) {
       *(float4*)v = *(const float4*)(row + 4 * (64 * chunk + 8 * lane8));
       *(float4*)(v + 4) = *(const float4*)(row + 4 * (64 * chunk + 8 * lane8) + 16);
-    } else if (F == V41_FP4) {
-      const uint32 codes = *(const uint32*)(row + 32 * chunk + 4 * lane8);
-      float scale[4];
-      decode_e4m3(row[256 + 4 * chunk + lane8 / 2], 1.f, scale);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) v[i] = decode_e2m1(codes >> 4 * i, scale[0]);
-    } else {
-      const uint64 codes = *(const uint64*)(row + 64 * chunk + 8 * lane8);
-      const uint32 exponent = (uint32)(exponents >> 8 * chunk) & 255;
-      // 2^-127 is not a normal number: its bits are those of half the least normal one.
-      const float power = __uint_as_float(exponent ? exponent << 23 : 1u << 22);
-      const float scale = F == MLA_FP8 ? scales[chunk / 2] : power;
-      decode_e4m3((uint32)codes, scale, v);
-      decode_e4m3((uint32)(codes >> 32), scale, v + 4);
     }
     store_channels(to + chunk * CHUNK_BYTES, v);
   }
-  if (F == V4_FP8) copy_async(to + last * CHUNK_BYTES, row + 448 + 16 * lane8, true);
-  if (F == MLA_FP8) copy_async(to + last * CHUNK_BYTES, row + 528 + 16 * lane8, true);
 }
 
 __device__ __forceinline__ void fetch_plain(uint32 to, const uint8* row, int lane8, bool real) {
@@ -150,41 +193,60 @@ __device__ __forceinline__ void fetch_plain(uint32 to, const uint8* row, int lan
 __device__ __forceinline__ void fetch_tile(const Arguments& a, const Shared& s, int buffer,
                                            bool of_window, const int64 (&rows)[4], int row0,
                                            int lane8) {
+  uint32 to[4];
+  const uint8* from[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int place = row0 + 16 * i;
-    const bool real = rows[i] >= 0;
-    const int64 row = real ? rows[i] : 0;
-    const uint32 to = s.base + PLACE_TILES + buffer * TILE_BYTES + place * 128 +
-                      ((lane8 ^ (place & 7)) << 4);
-    if (of_window)
-      fetch_plain(to, a.latents + row * (KEY * 2), lane8, real);
-    else if (FORMAT == BF16 || !real)
-      fetch_plain(to, a.entries + row * ROW_BYTES, lane8, real);
-    else
-      fetch_coded<FORMAT>(to, a.entries + row * ROW_BYTES, lane8);
-    if (lane8 == 0) s.mask[buffer * 64 + place] = real ? 0.f : -INFINITY;
+    const int64 row = rows[i] >= 0 ? rows[i] : 0;
+    to[i] = s.base + PLACE_TILES + buffer * TILE_BYTES + place * 128 +
+            ((lane8 ^ (place & 7)) << 4);
+    from[i] = of_window ? a.latents + row * (KEY * 2) : a.entries + row * ROW_BYTES;
+    if (lane8 == 0) s.mask[buffer * 64 + place] = rows[i] >= 0 ? 0.f : -INFINITY;
   }
-  if (FORMAT != BF16) fence_async();
+  if (of_window || FORMAT == BF16) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) fetch_plain(to[i], from[i], lane8, rows[i] >= 0);
+  } else if (FORMAT == FP32) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) store_floats(to[i], from[i], lane8, rows[i] >= 0);
+    fence_async();
+  } else {
+    Coded<FORMAT> coded[2];
+    coded[0].load(from[0], lane8, rows[0] >= 0);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i < 3) coded[(i + 1) & 1].load(from[i + 1], lane8, rows[i + 1] >= 0);
+      coded[i & 1].store(to[i]);
+      const uint32 last = to[i] + (KEY / 64 - 1) * CHUNK_BYTES;
+      if (FORMAT == V4_FP8) copy_async(last, from[i] + 448 + 16 * lane8, rows[i] >= 0);
+      if (FORMAT == MLA_FP8) copy_async(last, from[i] + 528 + 16 * lane8, rows[i] >= 0);
+    }
+    fence_async();
+  }
 }
 
 __device__ __forceinline__ void produce(const Arguments& a, const Shared& s, int thread) {
   const int row0 = thread >> 3, lane8 = thread & 7;
   int parity = 1;
   for (int64 work = blockIdx.x; work < a.rows * a.head_blocks; work += gridDim.x) {
-    const int64 t = work / a.head_blocks, position = a.positions[t];
-    const int slots = entry_slots(a, position), tiles = 2 * tile_pairs(a, position);
-    int64 next[4];
+    const Row r = row_of(a, work / a.head_blocks);
+    const int tiles = 2 * tile_pairs(r);
+    int entries[4];  // two tiles ahead
+    int64 next[4];   // one tile ahead
 #pragma unroll
-    for (int i = 0; i < 4; ++i) next[i] = slot_row(a, t, position, row0 + 16 * i, slots);
+    for (int i = 0; i < 4; ++i) {
+      next[i] = row_in(a, r, WINDOW > 0, entry_in(a, r, row0 + 16 * i));
+      entries[i] = entry_in(a, r, TILE + row0 + 16 * i);
+    }
     for (int tile = 0; tile < tiles; ++tile) {
       const int buffer = tile & 1;
       int64 rows[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         rows[i] = next[i];
-        const int slot = (tile + 1) * TILE + row0 + 16 * i;
-        next[i] = tile + 1 < tiles ? slot_row(a, t, position, slot, slots) : -1;
+        next[i] = row_in(a, r, (tile + 1) * TILE < WINDOW, entries[i]);
+        entries[i] = entry_in(a, r, (tile + 2) * TILE + row0 + 16 * i);
       }
       mbarrier_wait(s.empty(buffer), parity);
       fetch_tile(a, s, buffer, tile * TILE < WINDOW, rows, row0, lane8);
@@ -350,7 +412,7 @@ __device__ __forceinline__ void consume(const Arguments& a, const Shared& s, int
       maxima[1] = fmaxf(a.sinks[head0 + p.row1] * LOG2E, LOWEST);
       if (p.group == 0 && p.column == 0) sums[0] = sums[1] = 1.f;
     }
-    const int pairs = tile_pairs(a, a.positions[t]);
+    const int pairs = tile_pairs(row_of(a, t));
     for (int pair = 0; pair < pairs; ++pair) {
       float scores[32];
       mbarrier_wait(s.full(p.group), parity);
