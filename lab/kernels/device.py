@@ -3,9 +3,10 @@
     python lab/kernels/device.py --out DIR [--budget-s 540] [--only tests,sanitizer,bench,verify]
 
 Stages: the tests of a GPU natively and as the code of sm_89 and sm_80, compute-sanitizer on one
-case of each kernel, `bench ops` natively and as sm_89, `verify`. Every stage is made of processes of its own with a
-deadline, so that a crash or a hang loses nothing; logs and DIR/device.json are written as stages
-end. Needs torch, Triton and pytest; run from the root of the repository.
+case of each kernel, `bench ops` natively and as sm_89, `verify`. Every stage is made of processes
+of its own with a deadline, so that a crash or a hang loses nothing; logs, records and
+DIR/device.json are written as stages end. Needs torch, Triton and pytest; run from the root of the
+repository.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 SHARDS = min(8, os.cpu_count() or 1)
-MOST_LINES = 40  # of the tail of a log that is printed
+MOST_LINES = 30  # of the tail of a log, or failures of a stage, that are printed
+MOST_BENCH_LINES = 60
+MOST_CHARACTERS = 11_900  # of the report
+LINE = 180
 
 
 @dataclass
@@ -72,6 +76,7 @@ def main() -> int:
 
 
 BENCH = ["deepseek-v4-flash", "--part", "attention"]
+BUDGET = "BUDGET"  # what is left of a stage's time when it starts, in seconds
 
 
 def all_stages(out: Path, bench: list[str]) -> list[tuple[str, Stage]]:
@@ -89,9 +94,11 @@ def all_stages(out: Path, bench: list[str]) -> list[tuple[str, Stage]]:
     warm = {f"compile {n}": ["lab/kernels/warm.py", "--shard", f"{n}/{SHARDS}", *bench] for n in range(SHARDS)}
     stages += [("bench", Stage("compile", warm, 150))]
     command = ["-m", "metainfer", "bench", "ops", "--save-result", "--result-dir", str(out)]
-    stages += [("bench", Stage("bench ops", {"bench ops": [*command, *bench]}, 300))]
-    verify = ["-m", "metainfer", "verify", "--model", "deepseek-v4-flash", "--part", "attention"]
-    stages += [("verify", Stage("verify", {"verify": [*verify, "--out", str(out / "verify.json")]}, 300))]
+    command += ["--budget", BUDGET, *bench]
+    stages += [("bench", Stage("bench ops", {"bench ops": command}, 300))]
+    command = ["-m", "metainfer", "verify", "deepseek-v4-flash", "--part", "attention"]
+    command += ["--budget", BUDGET, "--workers", str(SHARDS), "--out", str(out / "verify.json")]
+    stages += [("verify", Stage("verify", {"verify": command}, 300))]
     return stages
 
 
@@ -119,7 +126,8 @@ def run_stage(stage: Stage, most_s: float, out: Path) -> None:
     if stage.tool:
         environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # neighbours would hide overruns
     processes = {}
-    for name, command in stage.commands.items():
+    for name, words in stage.commands.items():
+        command = [f"{max(most_s - 20, 1):.0f}" if word == BUDGET else word for word in words]
         with log_of(out, name).open("wb") as log:
             processes[name] = subprocess.Popen(
                 [*stage.tool, sys.executable, *command],
@@ -151,16 +159,45 @@ def report(stages: Sequence[Stage], out: Path) -> str:
     for stage in stages:
         ended = [str(code) if code is not None else "late" for code in stage.codes.values()]
         lines.append(f"== {stage.name}: {stage.seconds:.0f} s, exit {' '.join(ended) or 'not run'}")
+        failed: dict[str, None] = {}
         for name, code in stage.codes.items():
             said = log_of(out, name).read_text(errors="replace").splitlines()
-            if len(stage.codes) == 1:
+            if name == "bench ops" and (out / "bench-ops.json").is_file():
+                lines += bench_lines(json.loads((out / "bench-ops.json").read_text()))
+            elif len(stage.codes) == 1:
                 lines += said[-MOST_LINES:]
-            elif code == 0:
-                lines += said[-1:]
             else:
-                lines += [line for line in said if line.startswith(("FAILED", "ERROR", "E  "))][-6:]
-                lines += said[-2:]
-    return "\n".join(line[:200] for line in lines)
+                lines += said[-1:]
+                if code != 0:
+                    failed |= dict.fromkeys(line for line in said if line.startswith(("FAILED", "ERROR", "E  ")))
+        lines += list(failed)[:MOST_LINES]
+    return "\n".join(line[:LINE] for line in lines)[:MOST_CHARACTERS]
+
+
+def bench_lines(record: dict[str, Any]) -> list[str]:
+    """Where a pass through the models loses most time against the floor, largest loss first."""
+    rated, portable = record["rates"], record["portable"]
+    lines = [f"rates {json.dumps(rated)}", f"as sm_89 {json.dumps(portable)}"]
+    lines += [f"{len(record['operations'])} operations; us, of floor; sm_89 us, of its; torch us"]
+    losses: dict[str, float] = {}
+    for entry in record["operations"]:
+        sides = dict(entry["sides"])
+        torch_side, older = sides.pop("torch", None), sides.pop("sm_89", None)
+        name = f"{entry['op']} {' '.join(str(v) for v in entry['case'].values() if v)}"
+        line = f"{name[:80]:<80} {entry['rows']:>5} floor {entry['floor_s'] * 1e6:.4g}:"
+        loss = 0.0
+        for label, side in sides.items():
+            line += f" {label} {side['median_s'] * 1e6:.4g} {side['of_floor']:.0%}"
+        if sides:
+            first = next(iter(sides.values()))
+            loss = entry["times"] * (first["median_s"] - entry["floor_s"])
+        if older:
+            line += f"; {older['median_s'] * 1e6:.4g} {entry['portable_of_floor']:.0%}"
+        if torch_side:
+            line += f"; {torch_side['median_s'] * 1e6:.4g}"
+        line += "".join(f"; {who}: {why[:60]}" for who, why in entry["missing"].items())
+        losses[line] = max(losses.get(line, 0.0), loss)
+    return lines + sorted(losses, key=lambda line: -losses[line])[:MOST_BENCH_LINES]
 
 
 if __name__ == "__main__":
