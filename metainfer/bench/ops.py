@@ -90,7 +90,7 @@ def backend_sides(on: Platform, work: OpWork) -> dict[str, Side | str]:
         backend = backends[name]
         if name != REFERENCE and not backend.expands and backend.eligible(work.case, on.target):
             found.setdefault(name, partial(prepared, on, work.op, name))
-    return found
+    return found or {NOTHING: "the reference alone runs it"}
 
 
 def measure(

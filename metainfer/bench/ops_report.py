@@ -123,6 +123,7 @@ def text_report(made: Mapping[str, Any]) -> str:
         ]
         lines += ["", f"{model}, one rank of {ranks}; times in us"]
         lines.append(_table(entries, portable["side"] if portable else None))
+        lines += _passes(entries)
     return "\n".join(lines)
 
 
@@ -138,6 +139,23 @@ def _table(entries: Sequence[Mapping[str, Any]], code_for: str | None) -> str:
     for entry in entries:
         lines += [f"  {_title(entry)}, {name}: {why}" for name, why in entry["missing"].items()]
     return "\n".join(lines)
+
+
+def _passes(entries: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What a pass through the model spends in operations that its layers run, by phase and rows."""
+    lines = []
+    served = [entry for entry in entries if entry["served"] and entry["sides"]]
+    for phase, rows in dict.fromkeys((entry["phase"], entry["rows"]) for entry in served):
+        floor_s = ours_s = 0.0
+        for entry in served:
+            if (entry["phase"], entry["rows"]) == (phase, rows):
+                floor_s += entry["times"] * entry["floor_s"]
+                ours_s += entry["times"] * next(iter(entry["sides"].values()))["median_s"]
+        lines.append(
+            f"a pass of {phase}, {rows:,} rows, spends {format_seconds(ours_s)} in what its layers"
+            f" run of these; their floors are {format_seconds(floor_s)}"
+        )
+    return lines
 
 
 def _names(entries: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -66,6 +66,9 @@ class VerifyOptions:
     workers: int | None = flag("--workers", "Processes that compare at once", unit="n")
     seed: int | None = flag("--seed", "Fixes the inputs; drawn if not given")
     out: Path | None = flag("--out", "Write the record to this file too", unit="file")
+    show: Path | None = flag(
+        "--show", "Print this record, if nobody changed it, and verify nothing", unit="file"
+    )
     json: bool = flag("--json", "Print the record to stdout instead of the table", False)
 
     def __post_init__(self) -> None:
@@ -84,10 +87,12 @@ def run(terminal: Terminal, options: VerifyOptions) -> int:
     from metainfer.bench.record import provenance, write_json
     from metainfer.hardware.probe import probe
     from metainfer.kernels.platform import platform
-    from metainfer.kernels.verify_record import card_facts, keep, make_record
+    from metainfer.kernels.verify_record import card_facts, keep, make_record, read_record
     from metainfer.kernels.verify_run import Where, verify
     from metainfer.plan.plan import Plan
 
+    if options.show is not None:
+        return _told(terminal, options, read_record(options.show.read_text("utf-8")))
     plan = None if options.plan is None else Plan.from_json(options.plan.read_text("utf-8"))
     on = platform(options.device, options.code_for)
     machine = probe()
@@ -120,8 +125,12 @@ def run(terminal: Terminal, options: VerifyOptions) -> int:
     kept = keep(record)
     if options.out is not None:
         write_json(options.out, record)
-    terminal.data(json.dumps(record, indent=2) if options.json else report(record))
     terminal.say(f"record: {options.out or kept}")
+    return _told(terminal, options, record)
+
+
+def _told(terminal: Terminal, options: VerifyOptions, record: Mapping[str, Any]) -> int:
+    terminal.data(json.dumps(record, indent=2) if options.json else report(record))
     return 1 if record["failed"] or not record["passed"] else 0
 
 
@@ -227,5 +236,6 @@ VERB = Verb(
     (
         "metainfer verify deepseek-v4-flash --part attention",
         "metainfer verify deepseek-v4-flash --as sm_89 --out verify.json",
+        "metainfer verify --show verify.json",
     ),
 )

@@ -36,7 +36,10 @@ class Rates:
         return self.flops_per_s[operands]
 
     def bound(self, cost: Cost, operands: str) -> str:
-        """What sets the floor: "bytes" or "operations"."""
+        """What sets the floor: "bytes" or "operations"; "launch" where an empty kernel takes
+        longer."""
+        if self.floor_s(cost, operands) < self.launch_s:
+            return "launch"
         moving = cost.bytes / self.bytes_per_s >= cost.flops / self.product_rate(operands)
         return "bytes" if moving else "operations"
 

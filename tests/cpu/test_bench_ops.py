@@ -36,12 +36,15 @@ def test_all_sides_of_an_operation_take_turns_and_agree() -> None:
     for entry in made["operations"]:
         assert {"native", "cpu", GENERIC} <= set(entry["sides"])
         assert entry["missing"] == {}
+        assert entry["served"]
         for name, side in entry["sides"].items():
             assert len(side["seconds"]) == 2
             assert side["low_s"] <= side["median_s"] <= side["high_s"]
             assert side["of_floor"] == pytest.approx(entry["floor_s"] / side["median_s"])
             assert name == "native" or side["difference"] < 0.02
-    assert "norm.rms_norm w256" in text_report(made)
+    text = text_report(made)
+    assert "norm.rms_norm w256" in text
+    assert "a pass of decode, 2 rows, spends" in text
     assert json.loads(json.dumps(made))["operations"] == made["operations"]
 
 
@@ -89,6 +92,7 @@ def test_floors_are_the_longer_of_moving_and_computing() -> None:
     assert RATES.bound(Cost(8e9, 2e9), "bfloat16") == "operations"
     assert RATES.floor_s(Cost(1e9, 6e9), "bfloat16") == 3.0
     assert RATES.bound(Cost(1e9, 6e9), "bfloat16") == "bytes"
+    assert RATES.bound(Cost(1.0, 1.0), "bfloat16") == "launch"
     assert RATES.product_rate("fp8") == 4e9
     assert operands_of(OPS["norm.rms_norm"].cases["pebble"][0]) == "bfloat16"
 

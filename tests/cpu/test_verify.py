@@ -195,6 +195,27 @@ def test_a_record_that_was_edited_is_refused(record: dict[str, Any]) -> None:
             read_record(text)
 
 
+def test_a_record_is_shown_unless_it_was_edited(record: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps(record))
+    ran = metainfer("verify", "--show", str(path))
+    assert ran.code == 0
+    assert f"sha256 {record['sha256']}" in ran.out
+
+    failed = json.loads(json.dumps(record))
+    failed["cases"][0]["problem"], failed["failed"] = "off by 3", 1
+    path.write_text(json.dumps(sign(failed)))
+    ran = metainfer("verify", "--show", str(path))
+    assert ran.code == 1
+    assert f"FAILED {record['cases'][0]['op']}" in ran.out
+    assert "off by 3" in ran.out
+
+    path.write_text(json.dumps(failed))
+    ran = metainfer("verify", "--show", str(path))
+    assert (ran.code, ran.out) == (2, "")
+    assert "was changed after it was made" in ran.err
+
+
 def kernel(case: Any, backend: str = "native") -> Kernel:
     return Kernel(OP, backend, case, partial(print), partial(print))
 
