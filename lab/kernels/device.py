@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-SHARDS = min(8, os.cpu_count() or 1)
+SHARDS = min(12, os.cpu_count() or 1)
 MOST_LINES = 30  # of the tail of a log, or failures of a stage, that are printed
 MOST_BENCH_LINES = 60
 MOST_CHARACTERS = 11_900  # of the report

@@ -18,6 +18,7 @@ from metainfer.cli.bench_ops import VERB
 from metainfer.cli.verb import parse
 from metainfer.kernels.platform import platform
 from metainfer.kernels.timing import Stopwatch
+from metainfer.kernels.verify import rates_of
 
 
 def main() -> int:
@@ -27,6 +28,8 @@ def main() -> int:
     older = platform(load.device, load.code_for) if load.code_for else None
     works = works_of(load, here.device)[place::count]
     began_s = time.perf_counter()
+    if older is not None and place == 0:
+        rates_of(older)
     failed = []
     for work in works:
         result = measure(work, sides(work, load, here, older, {}), Stopwatch(here.device), 1)

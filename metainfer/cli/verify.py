@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _PREFILL_ROWS = {"cuda": 2048, "cpu": 64}
 _ENTRIES = {"cuda": (2048, 32768, 131072), "cpu": (2048,)}
 _MOST_WORKERS = 4
+_WORKER_BYTES = 8 * 2**30  # of a GPU's memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +107,16 @@ def run(terminal: Terminal, options: VerifyOptions) -> int:
         order,
         secrets.randbelow(2**31) if options.seed is None else options.seed,
     )
-    workers = options.workers or min(_MOST_WORKERS, machine.cpu.physical_cores)
+    facts = card_facts(machine, on.device, options.code_for)
+    memory_bytes = facts.get("memory_bytes", _MOST_WORKERS * _WORKER_BYTES)
+    workers = min(_MOST_WORKERS, machine.cpu.physical_cores, memory_bytes // _WORKER_BYTES)
+    workers = options.workers or max(workers, 1)
     terminal.say(f"{format_count(len(checks))} checks on {on.name} as {on.target}")
     with terminal.progress("verified", "steps") as progress:
         verified = verify(where, checks, workers, progress.update, options.budget_s)
     record = make_record(
         provenance(),
-        card_facts(machine, on.device, options.code_for),
+        facts,
         {
             "model": options.model or SHIPPED_MODEL,
             "tensor_parallel_size": ranks,
