@@ -19,7 +19,7 @@ TENSOR_MEMORY_COLUMNS = 512
 _MATRIX_INSTRUCTION = re.compile(r"\b(wgmma\.mma_async|tcgen05\.mma|mma\.sync)([\w.:]*)")
 _OPERAND = re.compile(r"\.(bf16|f16|tf32|e4m3|e5m2|e2m1|s8|u8|f64)\b")
 _KIND = re.compile(r"\.kind::(\w+)")
-_DOT = re.compile(r"\btt\.dot(?:_scaled)?\b")
+_DOT = re.compile(r"\b(?:tt\.dot(?:_scaled)?|ttng\.warp_group_dot|ttng\.tc_gen5_mma)\b")
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+)")
 
 
@@ -45,13 +45,14 @@ class MachineCode:
 def inspect(compiled: Any) -> MachineCode:
     """The facts of Triton's compiled kernel."""
     registers, stack_bytes = _resources(compiled.asm["cubin"])
+    source = compiled.asm.get("ttgir", "")  # CUDA C++ has none
     return MachineCode(
         compiled.metadata.name,
         compiled.metadata.shared,
         getattr(compiled.metadata, "tmem_size", None) or 0,
         registers,
         stack_bytes,
-        matrix_kinds(compiled.asm["ptx"], asks=_DOT.search(compiled.asm["ttir"]) is not None),
+        matrix_kinds(compiled.asm["ptx"], asks=_DOT.search(source) is not None),
     )
 
 

@@ -1,0 +1,229 @@
+"""Coverage: which implementation every operation of a model gets on a card, and whether its code
+fits that card, proved by compiling it. No GPU is needed.
+
+Each use is run with its real shapes on the device "meta", where launches are only noted; what they
+would compile is compiled for the target and its facts are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from metainfer.kernels.builtin import builtin_registry
+from metainfer.kernels.compare import run
+from metainfer.kernels.inputs.base import Draw
+from metainfer.kernels.inputs.load import at_load
+from metainfer.kernels.triton.compile_all import Outcome, compile_all
+from metainfer.kernels.triton.launch import shared_limit
+from metainfer.kernels.triton.machine_code import TENSOR_MEMORY_COLUMNS, MachineCode
+from metainfer.kernels.triton.record import RecordingLauncher
+from metainfer.ops.base import Load
+from metainfer.ops.kernel_order import REFERENCE, allowed, parse_order
+from metainfer.ops.targets import CardKind
+from metainfer.ops.use import DECODE, PREFILL, Use
+
+_TOKENS = 131_072
+_ROWS: Mapping[str, tuple[int, ...]] = MappingProxyType({PREFILL: (8192,), DECODE: (1, 64)})
+
+Progress = Callable[[int, int], None]  # (done, total)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One piece of machine code that a use needs.
+
+    Attributes:
+        kernel: the function's name.
+        constants: values that are compiled in, as they matter to a reader.
+        code: its facts; None where it does not compile.
+        problem: why it would not run; "" where it would.
+    """
+
+    kernel: str
+    constants: str
+    code: MachineCode | None
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One use in one phase.
+
+    Attributes:
+        backend: which would run; "" where none would, or a reference.
+        refused: better ones, and why each does not serve.
+        launches: most launches of one call.
+        pieces: code of all its calls, each once.
+        torch_calls: operations of torch that its calls run beside launches.
+        problem: why it is not covered; "" where it is.
+    """
+
+    use: Use
+    phase: str
+    backend: str
+    refused: tuple[tuple[str, str], ...]
+    launches: int
+    pieces: tuple[Piece, ...]
+    torch_calls: tuple[str, ...]
+    problem: str
+
+    @property
+    def ok(self) -> bool:
+        return not self.problem and not any(piece.problem for piece in self.pieces)
+
+    def most(self, fact: str) -> int:
+        """The largest number of a fact of `MachineCode` among the pieces."""
+        return max((getattr(p.code, fact) for p in self.pieces if p.code), default=0)
+
+    @property
+    def matrix(self) -> tuple[str, ...]:
+        """All kinds of matrix instruction of the pieces."""
+        kinds = {kind for piece in self.pieces if piece.code for kind in piece.code.matrix}
+        return tuple(sorted(kinds))
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """A row before its code is compiled."""
+
+    use: Use
+    phase: str
+    backend: str
+    refused: tuple[tuple[str, str], ...]
+    launches: int = 0
+    units: tuple[Any, ...] = ()
+    torch_calls: tuple[str, ...] = ()
+    problem: str = ""
+
+
+def cover(
+    uses: Sequence[Use],
+    kind: CardKind,
+    workers: int,
+    longest: int = _TOKENS,
+    order: str = "",
+    cache: Path | None = None,
+    on_progress: Progress | None = None,
+) -> tuple[Row, ...]:
+    """A row for every use and phase on one kind of card.
+
+    Args:
+        workers: processes that compile.
+        longest: tokens of the longest sequence of the model.
+        order: as `Registry.bind` takes it.
+        cache: as of `compile_all`.
+    """
+    recorder = _Recorder(kind, min(longest, _TOKENS), order)
+    found = [recorder.record(use, phase) for use in uses for phase in use.phases]
+    jobs = [(unit, kind.capability) for row in found for unit in row.units]
+    outcomes = compile_all(jobs, workers, cache, on_progress)
+    return tuple(_row(row, kind.capability, outcomes) for row in found)
+
+
+class _Recorder:
+    """Chooses backends for one target and notes what they would launch."""
+
+    def __init__(self, kind: CardKind, tokens: int, order: str) -> None:
+        self._launch = RecordingLauncher(kind.capability, kind.multiprocessors)
+        self._registry = builtin_registry(self._launch)
+        self._target = kind.target
+        self._tokens = tokens
+        able = self._registry.capabilities(self._target)
+        self._orders = parse_order(order, able.backends)
+        self._default = able.default_order
+
+    def record(self, use: Use, phase: str) -> _Recorded:
+        chosen, refused = self._choice(use)
+        if chosen in ("", REFERENCE):
+            return _Recorded(use, phase, chosen, refused, problem="only the reference serves it")
+        self._launch.launches.clear()
+        calls: dict[str, None] = {}
+        most = 0
+        for rows in _ROWS[phase]:
+            before = len(self._launch.launches)
+            load = Load(min(rows, self._tokens) if phase == PREFILL else rows, self._tokens)
+            try:
+                inputs = at_load(use.op, use.case, load, Draw(0, "meta"))
+                with _TorchCalls(calls):
+                    run(self._registry, use.op, chosen, use.case, inputs)
+            except Exception as error:  # whatever a backend raises is what is to be reported
+                said = f"{type(error).__name__}: {error}".split("\n")[0]
+                problem = f"{load.rows} rows cannot be recorded: {said}"
+                return _Recorded(use, phase, chosen, refused, problem=problem)
+            most = max(most, len(self._launch.launches) - before)
+        return _Recorded(use, phase, chosen, refused, most, self._launch.units(), tuple(calls))
+
+    def _choice(self, use: Use) -> tuple[str, tuple[tuple[str, str], ...]]:
+        """(the backend that would run, "" for none; those before it and why they do not)."""
+        backends = self._registry.backends(use.op)
+        refused = []
+        for name in allowed(use.op, self._orders, self._default):
+            if name not in backends:
+                refused.append((name, "has no kernel for it"))
+                continue
+            verdict = backends[name].eligible(use.case, self._target)
+            if verdict:
+                return name, tuple(refused)
+            refused.append((name, verdict.reason))
+        return "", tuple(refused)
+
+
+class _TorchCalls(TorchDispatchMode):
+    """Notes operations of torch that move data: not memory that is taken, not views."""
+
+    def __init__(self, calls: dict[str, None]) -> None:
+        super().__init__()
+        self._calls = calls
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), named: Any = None
+    ) -> Any:
+        name = function.overloadpacket.__name__
+        aliases = [result.alias_info for result in function._schema.returns]
+        is_view = any(alias is not None and not alias.is_write for alias in aliases)
+        if not is_view and "empty" not in name:
+            self._calls[name] = None
+        return function(*arguments, **(named or {}))
+
+
+def _row(row: _Recorded, capability: tuple[int, int], outcomes: Mapping[Any, Outcome]) -> Row:
+    pieces = tuple(_piece(unit, capability, outcomes[unit, capability]) for unit in row.units)
+    problem = row.problem
+    if not problem and not row.launches and not row.torch_calls:
+        problem = "it launches nothing"
+    return Row(
+        row.use,
+        row.phase,
+        row.backend,
+        row.refused,
+        row.launches,
+        pieces,
+        row.torch_calls,
+        problem,
+    )
+
+
+def _piece(unit: Any, capability: tuple[int, int], outcome: Outcome) -> Piece:
+    constants = _told(unit)
+    if not isinstance(outcome, MachineCode):
+        return Piece(unit.name, constants, None, f"does not compile: {outcome}")
+    problem = ""
+    limit = shared_limit(capability)
+    if outcome.shared_bytes > limit:
+        problem = f"needs {outcome.shared_bytes} bytes of shared memory of {limit}"
+    elif outcome.tensor_columns > TENSOR_MEMORY_COLUMNS:
+        problem = f"needs {outcome.tensor_columns} columns of tensor memory"
+    return Piece(unit.name, constants, outcome, problem)
+
+
+def _told(unit: Any) -> str:
+    """Constants that were given by name, and options."""
+    named = dict(unit.named_constants()) if hasattr(unit, "named_constants") else unit.constants
+    pairs = {**dict(named), **dict(unit.options)}
+    return " ".join(f"{name}={value}" for name, value in pairs.items() if value is not None)
