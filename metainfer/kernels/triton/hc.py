@@ -1,0 +1,367 @@
+"""Hyper-connections in Triton.
+
+`hc.mix` is two steps: products of the streams with fn, in slices (bound by reading the streams),
+then Sinkhorn's rounds and the collapse, which read the streams again. Up to CACHED_BYTES of streams
+they are two launches, and the second finds the streams in the cache. More rows are one launch in
+which both steps follow each other closely (`hc_mix.mix_in_order`). The shifted form collapses
+within the first step and reads the streams once.
+
+fn is kept as two bf16 parts (the nearest bf16, and the nearest of what is left) where the streams
+are bf16: products are then exact, and fn is off by 2^-18 of itself at most. With fp32 streams fn
+stays fp32 and is multiplied as such.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+
+from metainfer.kernels.reference.dtypes import TORCH_DTYPES
+from metainfer.kernels.registry import Verdict, no
+from metainfer.kernels.triton import hc_mix, hc_rows
+from metainfer.kernels.triton.backend import Declared, on_gpu
+from metainfer.kernels.triton.hc_rows import rows_of, warps_of
+from metainfer.kernels.triton.launch import Launcher, shared_limit
+from metainfer.ops.base import Target
+from metainfer.ops.hc import HyperCase
+
+CACHED_BYTES = 24 * 2**20
+"""Streams of so many bytes stay in the cache of all but the smallest GPUs between two launches."""
+
+_SLICES = 128  # programs that share the first step of few rows
+_IN_ORDER_SLICES = 16
+_IN_ORDER_STAGES = 4
+
+
+class Mixes(NamedTuple):
+    """fn times its scales as parts that add up to it, [P, M, K] in the format of the streams; base
+    [M] and the norm's weight [D], fp32."""
+
+    parts_PMK: torch.Tensor
+    base_M: torch.Tensor
+    norm_weight_D: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """How the first step is cut.
+
+    Attributes:
+        rows, channels: of one tile and one step of its product.
+        splits: slices of the channels, of `slice` channels each (the last ones may have fewer).
+        even: no slice has fewer.
+    """
+
+    rows: int
+    channels: int
+    splits: int
+    slice: int
+    even: bool
+    warps: int
+    stages: int
+
+
+def tiles_of(rows: int, channels: int, step: int, slices: int, streams: int = 1) -> Tiles:
+    """Tiles for `rows` rows of `channels` channels each, in about `slices` slices.
+
+    Args:
+        step: channels of one step.
+        streams: how many tiles of streams one step holds in shared memory.
+    """
+    height = min(64, max(16, triton.next_power_of_2(rows)))
+    steps = triton.cdiv(channels, step)
+    wanted = max(1, min(steps, max(_IN_ORDER_SLICES, slices // max(1, triton.cdiv(rows, height)))))
+    per_slice = triton.cdiv(steps, wanted)
+    splits = triton.cdiv(steps, per_slice)
+    even = splits * per_slice * step == channels
+    stages = 1 if per_slice == 1 else 4 if streams == 1 else 3
+    return Tiles(height, step, splits, per_slice * step, even, 4, stages)
+
+
+def prepare_mix(
+    case: HyperCase,
+    fn_MK: torch.Tensor,
+    base_M: torch.Tensor,
+    scale_3: torch.Tensor,
+    norm_weight_D: torch.Tensor | None = None,
+) -> Mixes:
+    counts = (case.streams, case.streams, case.streams**2)
+    scale_M = torch.cat([scale_3[n].expand(count) for n, count in enumerate(counts)])
+    return Mixes(_parts(case, fn_MK, scale_M), base_M, norm_weight_D)
+
+
+def prepare_head(
+    case: HyperCase, fn_SK: torch.Tensor, base_S: torch.Tensor, scale_1: torch.Tensor
+) -> Mixes:
+    return Mixes(_parts(case, fn_SK, scale_1), base_S)
+
+
+def _parts(case: HyperCase, fn_MK: torch.Tensor, scale_M: torch.Tensor) -> torch.Tensor:
+    fn_MK = fn_MK * scale_M.unsqueeze(1)
+    if case.stream_dtype == "float32":
+        return fn_MK.unsqueeze(0).contiguous()
+    near_MK = fn_MK.bfloat16()
+    return torch.stack([near_MK, (fn_MK - near_MK.float()).bfloat16()])
+
+
+def mix(
+    launch: Launcher, case: HyperCase, weights: Mixes, streams_TSD: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`hc.mix`, and `hc.mix_norm` where the weights hold a norm's."""
+    in_order = streams_TSD.nbytes > CACHED_BYTES
+    return (mix_in_order if in_order else mix_in_two)(launch, case, weights, streams_TSD)
+
+
+def mix_in_two(
+    launch: Launcher, case: HyperCase, weights: Mixes, streams_TSD: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The same in two launches, for any number of rows."""
+    u_TD, post_TS, comb_TSS = _results(case, streams_TSD)
+    _collapse(launch, case, weights, streams_TSD, u_TD, post_TS, comb_TSS)
+    return u_TD, post_TS, comb_TSS
+
+
+def head(
+    launch: Launcher, case: HyperCase, weights: Mixes, streams_TSD: torch.Tensor
+) -> torch.Tensor:
+    u_TD = streams_TSD.new_empty(len(streams_TSD), case.width, dtype=TORCH_DTYPES[case.dtype])
+    _collapse(launch, case, weights, streams_TSD, u_TD, None, None)
+    return u_TD
+
+
+def _results(
+    case: HyperCase, streams_TSD: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Memory for u_TD, post_TS and comb_TSS."""
+    rows, streams = len(streams_TSD), case.streams
+    return (
+        streams_TSD.new_empty(rows, case.width, dtype=TORCH_DTYPES[case.dtype]),
+        streams_TSD.new_empty(rows, streams, dtype=torch.float32),
+        streams_TSD.new_empty(rows, streams, streams, dtype=torch.float32),
+    )
+
+
+def _step(case: HyperCase, most: int) -> int:
+    """Channels of one step of the product: so many bytes of a row."""
+    return most // 2 if case.stream_dtype == "float32" else most
+
+
+def _columns(mixes: int, squares: int) -> int:
+    """Columns of partials."""
+    return max(16, triton.next_power_of_2(mixes + squares))
+
+
+def _collapse(
+    launch: Launcher,
+    case: HyperCase,
+    weights: Mixes,
+    streams_TSD: torch.Tensor,
+    u_TD: torch.Tensor,
+    post_TS: torch.Tensor | None,
+    comb_TSS: torch.Tensor | None,
+) -> None:
+    """u_TD, and post_TS and comb_TSS where they are wanted."""
+    rows, channels, mixes = len(streams_TSD), case.streams * case.width, len(weights.base_M)
+    tiles = tiles_of(rows, channels, _step(case, 128), _SLICES)
+    columns = _columns(mixes, 1)
+    partials_TPN = streams_TSD.new_empty(rows, tiles.splits, columns, dtype=torch.float32)
+    launch(
+        hc_mix.mix_partials,
+        (triton.cdiv(rows, tiles.rows), tiles.splits),
+        streams_TSD,
+        weights.parts_PMK,
+        partials_TPN,
+        rows,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+        K=channels,
+        M=mixes,
+        SPLITS=tiles.splits,
+        KS=tiles.slice,
+        EVEN=tiles.even,
+        BM=tiles.rows,
+        BN=columns,
+        BK=tiles.channels,
+        PARTS=len(weights.parts_PMK),
+        UPCAST=launch.interpreted,
+    )
+    iterations = case.iterations if post_TS is not None else 0
+    launch(
+        hc_mix.mix_finish,
+        (_finishing(case, rows, iterations > 0, True),),
+        streams_TSD,
+        partials_TPN,
+        weights.base_M,
+        weights.norm_weight_D,
+        u_TD,
+        post_TS,
+        comb_TSS,
+        rows,
+        case.norm_eps,
+        case.eps,
+        num_warps=warps_of(case),
+        ITERATIONS=iterations,
+        R=_mixed_rows(rows),
+        RC=rows_of(case),
+        S=case.streams,
+        D=case.width,
+        BD=triton.next_power_of_2(case.width),
+        M=mixes,
+        SPLITS=tiles.splits,
+        BP=triton.next_power_of_2(tiles.splits),
+        BN=columns,
+        NORM=weights.norm_weight_D is not None,
+    )
+
+
+def _mixed_rows(rows: int) -> int:
+    """Rows whose rounds one program does."""
+    return 4 if rows <= 64 else 16
+
+
+def _finishing(case: HyperCase, rows: int, mixes: bool, collapses: bool) -> int:
+    """Programs of the second step."""
+    mixing = triton.cdiv(rows, _mixed_rows(rows)) if mixes else 0
+    return mixing + (triton.cdiv(rows, rows_of(case)) if collapses else 0)
+
+
+def mix_in_order(
+    launch: Launcher, case: HyperCase, weights: Mixes, streams_TSD: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The same in one launch, for any number of rows."""
+    rows, channels, mixes = len(streams_TSD), case.streams * case.width, len(weights.base_M)
+    u_TD, post_TS, comb_TSS = _results(case, streams_TSD)
+    height, step, splits = 64, _step(case, 64), _IN_ORDER_SLICES
+    slice_ = triton.cdiv(triton.cdiv(channels, step), splits) * step
+    columns = _columns(mixes, 1)
+    tiles = triton.cdiv(rows, height)
+    lag = _lag(launch, splits)
+    launch(
+        hc_mix.mix_in_order,
+        ((tiles + lag) * 2 * splits if rows else 0,),
+        streams_TSD,
+        weights.parts_PMK,
+        streams_TSD.new_empty(rows, splits, columns, dtype=torch.float32),
+        torch.zeros(1 + tiles, dtype=torch.int32, device=streams_TSD.device),
+        weights.base_M,
+        weights.norm_weight_D,
+        u_TD,
+        post_TS,
+        comb_TSS,
+        rows,
+        lag,
+        case.norm_eps,
+        case.eps,
+        num_warps=8,
+        num_stages=_IN_ORDER_STAGES,
+        ITERATIONS=case.iterations,
+        R=height // splits,
+        RC=min(height // splits, rows_of(case)),
+        S=case.streams,
+        D=case.width,
+        BD=triton.next_power_of_2(case.width),
+        M=mixes,
+        SPLITS=splits,
+        BP=splits,
+        KS=slice_,
+        EVEN=slice_ * splits == channels,
+        BM=height,
+        BN=columns,
+        BK=step,
+        PARTS=len(weights.parts_PMK),
+        NORM=weights.norm_weight_D is not None,
+        UPCAST=launch.interpreted,
+    )
+    return u_TD, post_TS, comb_TSS
+
+
+def _lag(launch: Launcher, splits: int) -> int:
+    """Tiles by which the second step follows the first, so that it seldom waits: of the programs
+    that run at once, half do slices of the first step."""
+    programs = 2 if shared_limit(launch.capability) < 128 * 1024 else 3
+    return triton.cdiv(launch.multiprocessors * programs, 2 * splits) + 2
+
+
+def mix_shifted(
+    launch: Launcher,
+    case: HyperCase,
+    weights: Mixes,
+    streams_TSD: torch.Tensor,
+    given_TS: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows, mixes = len(streams_TSD), case.mixes
+    u_TD, post_TS, comb_TSS = _results(case, streams_TSD)
+    pre_TS = torch.empty_like(post_TS)
+    tiles = tiles_of(rows, case.width, _step(case, 32), _SLICES, case.streams)
+    columns = _columns(mixes, 2)
+    partials_TPN = streams_TSD.new_empty(rows, tiles.splits, columns, dtype=torch.float32)
+    launch(
+        hc_mix.shifted_partials,
+        (triton.cdiv(rows, tiles.rows), tiles.splits),
+        streams_TSD,
+        weights.parts_PMK,
+        given_TS.contiguous(),
+        partials_TPN,
+        u_TD,
+        rows,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+        S=case.streams,
+        D=case.width,
+        M=mixes,
+        SPLITS=tiles.splits,
+        DS=tiles.slice,
+        EVEN=tiles.even,
+        BM=tiles.rows,
+        BN=columns,
+        BK=tiles.channels,
+        PARTS=len(weights.parts_PMK),
+        UPCAST=launch.interpreted,
+    )
+    launch(
+        hc_mix.shifted_finish,
+        (_finishing(case, rows, True, case.normed),),
+        partials_TPN,
+        weights.base_M,
+        weights.norm_weight_D,
+        u_TD,
+        pre_TS,
+        post_TS,
+        comb_TSS,
+        rows,
+        case.norm_eps,
+        case.eps,
+        num_warps=warps_of(case),
+        ITERATIONS=case.iterations,
+        R=_mixed_rows(rows),
+        RC=rows_of(case),
+        S=case.streams,
+        D=case.width,
+        BD=triton.next_power_of_2(case.width),
+        M=mixes,
+        SPLITS=tiles.splits,
+        BP=triton.next_power_of_2(tiles.splits),
+        BN=columns,
+        NORM=case.normed,
+    )
+    return u_TD, pre_TS, post_TS, comb_TSS
+
+
+def whole_streams(case: HyperCase, target: Target) -> Verdict:
+    """Serves a power of two of streams."""
+    if case.streams & (case.streams - 1):
+        return no(f"{case.streams} streams are not a power of two")
+    return on_gpu(case, target)
+
+
+BACKENDS = (
+    Declared("hc.mix", mix, whole_streams, prepare_mix),
+    Declared("hc.mix_norm", mix, whole_streams, prepare_mix),
+    Declared("hc.mix_shifted", mix_shifted, whole_streams, prepare_mix),
+    Declared("hc.expand", hc_rows.expand, whole_streams),
+    Declared("hc.collapse", hc_rows.collapse, whole_streams, hc_rows.prepare_collapse),
+    Declared("hc.head", head, whole_streams, prepare_head),
+)

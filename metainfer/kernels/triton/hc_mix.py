@@ -1,0 +1,311 @@
+"""Device code of the mixes of hyper-connections.
+
+A row's K = S D numbers are multiplied with fn in slices of K by different programs, so that one
+row keeps many multiprocessors busy. Each writes its sums to `partials`, [T, SPLITS, BN] fp32:
+columns 0 .. M - 1 the products, column M the sum of squares of the streams, column M + 1 (shifted
+form) that of the collapsed row. Whoever reads them adds the slices in their order, so results never
+depend on which program was first.
+
+fn comes as PARTS matrices [M, K] in the format of the streams, which add up to it.
+
+Shape suffixes: B rows of a tile, R rows, K channels of a step of the product, N columns of
+partials, P slices, S streams, C pairs of streams, D channels of a row.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def mix_tile(
+    streams, parts, partials, tile, split, T,
+    K: tl.constexpr, M: tl.constexpr, SPLITS: tl.constexpr, KS: tl.constexpr, EVEN: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Products and sums of squares of BM rows over the slice of KS channels number `split`."""
+    row_B = tile * BM + tl.arange(0, BM)
+    n_N = tl.arange(0, BN)
+    k_K = split * KS + tl.arange(0, BK)
+    is_row_B = row_B < T
+    x_at_BK = streams + row_B.to(tl.int64)[:, None] * K + k_K[None, :]
+    fn_at_KN = parts + n_N[None, :] * K + k_K[:, None]
+    acc_BN = tl.zeros([BM, BN], tl.float32)
+    square_BK = tl.zeros([BM, BK], tl.float32)
+    for step in range(0, KS, BK):
+        x_mask, fn_mask = is_row_B[:, None], (n_N < M)[None, :]
+        if not EVEN:
+            x_mask = x_mask & (step + k_K < K)[None, :]
+            fn_mask = fn_mask & (step + k_K < K)[:, None]
+        x_BK = tl.load(x_at_BK + step, mask=x_mask, other=0.0)
+        acc_BN = mix_products(
+            x_BK, fn_at_KN + step, fn_mask, acc_BN, K * M, PARTS=PARTS, UPCAST=UPCAST
+        )
+        wide_BK = x_BK.to(tl.float32)
+        square_BK += wide_BK * wide_BK
+    out_BN = tl.where(n_N[None, :] == M, tl.sum(square_BK, 1)[:, None], acc_BN)
+    at_BN = partials + (row_B.to(tl.int64) * SPLITS + split)[:, None] * BN + n_N[None, :]
+    tl.store(at_BN, out_BN, mask=is_row_B[:, None] & (n_N <= M)[None, :])
+
+
+@triton.jit
+def mix_products(
+    x_BK, fn_at_KN, mask, acc_BN, part_size, PARTS: tl.constexpr, UPCAST: tl.constexpr
+):  # fmt: skip
+    """acc + x fn, fn being the sum of its parts, 1 or 2. All is on its way before the first product
+    waits."""
+    fn_KN = tl.load(fn_at_KN, mask=mask, other=0.0)
+    rest_KN = fn_KN
+    if PARTS == 2:
+        rest_KN = tl.load(fn_at_KN + part_size, mask=mask, other=0.0)
+    if UPCAST:
+        x_BK, fn_KN, rest_KN = x_BK.to(tl.float32), fn_KN.to(tl.float32), rest_KN.to(tl.float32)
+    acc_BN = tl.dot(x_BK, fn_KN, acc_BN, input_precision="ieee")
+    if PARTS == 2:
+        acc_BN = tl.dot(x_BK, rest_KN, acc_BN, input_precision="ieee")
+    return acc_BN
+
+
+@triton.jit
+def normed_rows(u_RD, weight_D, norm_eps, D: tl.constexpr, DTYPE: tl.constexpr):
+    """fp32: rows rounded, divided by their root mean square and multiplied by the weight."""
+    u_RD = u_RD.to(DTYPE).to(tl.float32)
+    inverse_R = tl.rsqrt(tl.sum(u_RD * u_RD, 1) / D + norm_eps)
+    return u_RD * inverse_R[:, None] * weight_D[None, :]
+
+
+@triton.jit
+def collapse_rows(
+    streams, partials, base, norm_weight, u, first, T, norm_eps, eps,
+    R: tl.constexpr, S: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, M: tl.constexpr,
+    SPLITS: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """u of R rows from `first` on, their streams weighted with their own pre."""
+    row_R = first + tl.arange(0, R)
+    s_S, d_D, p_P = tl.arange(0, S), tl.arange(0, BD), tl.arange(0, BP)
+    is_row_R = row_R < T
+    wide_R = row_R.to(tl.int64)
+    # All is on its way before the first sum waits.
+    at_RP = partials + (wide_R[:, None] * SPLITS + p_P[None, :]) * BN
+    mask_RP = is_row_R[:, None] & (p_P < SPLITS)[None, :]
+    at_RPS = at_RP[:, :, None] + s_S[None, None, :]
+    pre_RPS = tl.load(at_RPS, mask=mask_RP[:, :, None], other=0.0)
+    square_RP = tl.load(at_RP + M, mask=mask_RP, other=0.0)
+    base_S = tl.load(base + s_S)
+    x_at_RSD = streams + (wide_R * (S * D))[:, None, None] + (s_S * D)[None, :, None]
+    mask_RD = is_row_R[:, None] & (d_D < D)[None, :]
+    x_RSD = tl.load(x_at_RSD + d_D[None, None, :], mask=mask_RD[:, None, :], other=0.0)
+    if NORM:
+        weight_D = tl.load(norm_weight + d_D, mask=d_D < D, other=0.0)
+    inverse_R = tl.rsqrt(tl.sum(square_RP, 1) / (S * D) + norm_eps)
+    pre_RS = tl.sigmoid(tl.sum(pre_RPS, 1) * inverse_R[:, None] + base_S[None, :]) + eps
+    u_RD = tl.sum(x_RSD.to(tl.float32) * pre_RS[:, :, None], 1)
+    if NORM:
+        u_RD = normed_rows(u_RD, weight_D, norm_eps, D, u.dtype.element_ty)
+    to_RD = u + wide_R[:, None] * D + d_D[None, :]
+    tl.store(to_RD, u_RD.to(u.dtype.element_ty), mask=mask_RD)
+
+
+@triton.jit
+def finish_mixes(
+    partials, base, pre, post, comb, first, T, norm_eps, eps,
+    ITERATIONS: tl.constexpr, R: tl.constexpr, K: tl.constexpr, S: tl.constexpr, M: tl.constexpr,
+    SPLITS: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, SHIFTED: tl.constexpr,
+):  # fmt: skip
+    """post, comb and (shifted form) pre of R rows from `first` on."""
+    row_R, s_S, c_C = first + tl.arange(0, R), tl.arange(0, S), tl.arange(0, S * S)
+    p_P = tl.arange(0, BP)
+    is_row_R = row_R < T
+    wide_R = row_R.to(tl.int64)
+    at_RP = partials + (wide_R[:, None] * SPLITS + p_P[None, :]) * BN
+    mask_RP = is_row_R[:, None] & (p_P < SPLITS)[None, :]
+    at_RPN, mask_RPN = at_RP[:, :, None], mask_RP[:, :, None]
+    # All is on its way before the first sum waits.
+    comb_RPC = tl.load(at_RPN + 2 * S + c_C[None, None, :], mask=mask_RPN, other=0.0)
+    post_RPS = tl.load(at_RPN + S + s_S[None, None, :], mask=mask_RPN, other=0.0)
+    square_RP = tl.load(at_RP + M, mask=mask_RP, other=0.0)
+    comb_base_C, post_base_S = tl.load(base + 2 * S + c_C), tl.load(base + S + s_S)
+    at_RS, mask_RS = wide_R[:, None] * S + s_S[None, :], is_row_R[:, None]
+    inverse_R = tl.rsqrt(tl.sum(square_RP, 1) / K + norm_eps)
+    if SHIFTED:
+        pre_RPS = tl.load(at_RPN + s_S[None, None, :], mask=mask_RPN, other=0.0)
+        pre_RS = tl.sum(pre_RPS, 1) * inverse_R[:, None] + tl.load(base + s_S)[None, :]
+        tl.store(pre + at_RS, tl.sigmoid(pre_RS) + eps, mask=mask_RS)
+    post_RS = tl.sum(post_RPS, 1) * inverse_R[:, None] + post_base_S[None, :]
+    tl.store(post + at_RS, 2 * tl.sigmoid(post_RS), mask=mask_RS)
+    comb_RC = tl.sum(comb_RPC, 1) * inverse_R[:, None] + comb_base_C[None, :]
+    comb_RSS = sinkhorn(tl.reshape(comb_RC, [R, S, S]), eps, ITERATIONS)
+    at_RC = comb + wide_R[:, None] * (S * S) + c_C[None, :]
+    tl.store(at_RC, tl.reshape(comb_RSS, [R, S * S]), mask=mask_RS)
+
+
+@triton.jit
+def sinkhorn(comb_RSS, eps, ITERATIONS: tl.constexpr):
+    """Softmax of rows, then rounds of division by column sums and row sums, eps as the contract."""
+    comb_RSS = tl.exp(comb_RSS - tl.max(comb_RSS, 2)[:, :, None])
+    comb_RSS = comb_RSS / tl.sum(comb_RSS, 2)[:, :, None] + eps
+    comb_RSS = comb_RSS / (tl.sum(comb_RSS, 1)[:, None, :] + eps)
+    for _ in range(ITERATIONS - 1):
+        comb_RSS = comb_RSS / (tl.sum(comb_RSS, 2)[:, :, None] + eps)
+        comb_RSS = comb_RSS / (tl.sum(comb_RSS, 1)[:, None, :] + eps)
+    return comb_RSS
+
+
+@triton.jit(do_not_specialize=["T"])
+def mix_partials(
+    streams, parts, partials, T,
+    K: tl.constexpr, M: tl.constexpr, SPLITS: tl.constexpr, KS: tl.constexpr, EVEN: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Program (tile of BM rows, slice of K)."""
+    mix_tile(
+        streams, parts, partials, tl.program_id(0), tl.program_id(1), T, K, M, SPLITS, KS, EVEN,
+        BM, BN, BK, PARTS, UPCAST,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["T"])
+def mix_finish(
+    streams, partials, base, norm_weight, u, post, comb, T, norm_eps, eps,
+    ITERATIONS: tl.constexpr, R: tl.constexpr, RC: tl.constexpr, S: tl.constexpr, D: tl.constexpr,
+    BD: tl.constexpr, M: tl.constexpr, SPLITS: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr,
+    NORM: tl.constexpr,
+):  # fmt: skip
+    """The first programs finish the mixes of R rows each, the others collapse RC rows each.
+    Without rounds (ITERATIONS 0: the head) all collapse."""
+    mixing = tl.cdiv(T, R) if ITERATIONS else 0
+    pid = tl.program_id(0)
+    if pid < mixing:
+        if ITERATIONS:
+            finish_mixes(
+                partials, base, None, post, comb, pid * R, T, norm_eps, eps, ITERATIONS, R, S * D,
+                S, M, SPLITS, BP, BN, False,
+            )  # fmt: skip
+    else:
+        collapse_rows(
+            streams, partials, base, norm_weight, u, (pid - mixing) * RC, T, norm_eps, eps,
+            RC, S, D, BD, M, SPLITS, BP, BN, NORM,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["T", "lag"])
+def mix_in_order(
+    streams, parts, partials, tickets, base, norm_weight, u, post, comb, T, lag, norm_eps, eps,
+    ITERATIONS: tl.constexpr, R: tl.constexpr, RC: tl.constexpr, S: tl.constexpr, D: tl.constexpr,
+    BD: tl.constexpr, M: tl.constexpr, SPLITS: tl.constexpr, BP: tl.constexpr, KS: tl.constexpr,
+    EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr,
+    NORM: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Both steps in one launch, for more rows than a cache holds: the second reads a row's streams
+    while they are still in the cache.
+
+    Programs take numbered tickets, in turn a slice of the product of tile n and R rows of the
+    second step of tile n - lag. A ticket of the second step waits until all slices of its tile are
+    done. Those have lower tickets, so running programs hold them, and they wait for nobody.
+
+    Args:
+        tickets: int32 [1 + tiles], zeros: tickets taken, and slices done by tile.
+    """
+    ticket = tl.atomic_add(tickets, 1)
+    turn = ticket // (2 * SPLITS)
+    within = ticket % (2 * SPLITS)
+    tiles = tl.cdiv(T, BM)
+    if within % 2 == 0:
+        if turn < tiles:
+            mix_tile(
+                streams, parts, partials, turn, within // 2, T, S * D, M, SPLITS, KS, EVEN,
+                BM, BN, BK, PARTS, UPCAST,
+            )  # fmt: skip
+            tl.debug_barrier()  # all threads have stored before one tells of it
+            tl.atomic_add(tickets + 1 + turn, 1, sem="release")
+    else:
+        tile = turn - lag
+        first = tile * BM + (within // 2) * R
+        if (tile >= 0) & (first < T):
+            done = tl.atomic_add(tickets + 1 + tile, 0, sem="acquire")
+            while done < SPLITS:
+                done = tl.atomic_add(tickets + 1 + tile, 0, sem="acquire")
+            tl.debug_barrier()
+            for r in range(0, R, RC):
+                collapse_rows(
+                    streams, partials, base, norm_weight, u, first + r, T, norm_eps, eps,
+                    RC, S, D, BD, M, SPLITS, BP, BN, NORM,
+                )  # fmt: skip
+            finish_mixes(
+                partials, base, None, post, comb, first, T, norm_eps, eps, ITERATIONS, R, S * D,
+                S, M, SPLITS, BP, BN, False,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["T"])
+def shifted_partials(
+    streams, parts, given, partials, u, T,
+    S: tl.constexpr, D: tl.constexpr, M: tl.constexpr, SPLITS: tl.constexpr, DS: tl.constexpr,
+    EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr,
+    UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Program (tile of BM rows, slice of DS channels of all streams): products, and u of these
+    channels, rounded and not yet normed."""
+    split = tl.program_id(1)
+    row_B = tl.program_id(0) * BM + tl.arange(0, BM)
+    n_N = tl.arange(0, BN)
+    is_row_B = row_B < T
+    wide_B = row_B.to(tl.int64)
+    acc_BN = tl.zeros([BM, BN], tl.float32)
+    square_BK = tl.zeros([BM, BK], tl.float32)
+    u_square_BK = tl.zeros([BM, BK], tl.float32)
+    for step in range(0, DS, BK):
+        d_K = split * DS + step + tl.arange(0, BK)
+        x_mask, fn_mask = is_row_B[:, None], (n_N < M)[None, :]
+        if not EVEN:
+            x_mask = x_mask & (d_K < D)[None, :]
+            fn_mask = fn_mask & (d_K < D)[:, None]
+        u_BK = tl.zeros([BM, BK], tl.float32)
+        for i in tl.static_range(S):
+            x_at_BK = streams + wide_B[:, None] * (S * D) + (i * D + d_K)[None, :]
+            x_BK = tl.load(x_at_BK, mask=x_mask, other=0.0)
+            fn_at_KN = parts + n_N[None, :] * (S * D) + (i * D + d_K)[:, None]
+            acc_BN = mix_products(x_BK, fn_at_KN, fn_mask, acc_BN, S * D * M, PARTS, UPCAST)
+            given_B = tl.load(given + wide_B * S + i, mask=is_row_B, other=0.0)
+            x_BK = x_BK.to(tl.float32)
+            square_BK += x_BK * x_BK
+            u_BK += x_BK * given_B[:, None]
+        u_BK = u_BK.to(u.dtype.element_ty)
+        tl.store(u + wide_B[:, None] * D + d_K[None, :], u_BK, mask=x_mask)
+        u_BK = u_BK.to(tl.float32)
+        u_square_BK += u_BK * u_BK
+    out_BN = tl.where(n_N[None, :] == M, tl.sum(square_BK, 1)[:, None], acc_BN)
+    out_BN = tl.where(n_N[None, :] == M + 1, tl.sum(u_square_BK, 1)[:, None], out_BN)
+    at_BN = partials + (wide_B * SPLITS + split)[:, None] * BN + n_N[None, :]
+    tl.store(at_BN, out_BN, mask=is_row_B[:, None] & (n_N <= M + 1)[None, :])
+
+
+@triton.jit(do_not_specialize=["T"])
+def shifted_finish(
+    partials, base, norm_weight, u, pre, post, comb, T, norm_eps, eps,
+    ITERATIONS: tl.constexpr, R: tl.constexpr, RC: tl.constexpr, S: tl.constexpr, D: tl.constexpr,
+    BD: tl.constexpr, M: tl.constexpr, SPLITS: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr,
+    NORM: tl.constexpr,
+):  # fmt: skip
+    """The first programs finish the mixes of R rows each, the others norm RC rows of u each."""
+    mixing = tl.cdiv(T, R)
+    pid = tl.program_id(0)
+    if pid < mixing:
+        finish_mixes(
+            partials, base, pre, post, comb, pid * R, T, norm_eps, eps, ITERATIONS, R, S * D,
+            S, M, SPLITS, BP, BN, True,
+        )  # fmt: skip
+    elif NORM:
+        row_R = (pid - mixing) * RC + tl.arange(0, RC)
+        d_D, p_P = tl.arange(0, BD), tl.arange(0, BP)
+        wide_R = row_R.to(tl.int64)
+        at_RD = u + wide_R[:, None] * D + d_D[None, :]
+        mask_RD = (row_R < T)[:, None] & (d_D < D)[None, :]
+        u_RD = tl.load(at_RD, mask=mask_RD, other=0.0).to(tl.float32)
+        at_RP = partials + (wide_R[:, None] * SPLITS + p_P[None, :]) * BN + M + 1
+        mask_RP = (row_R < T)[:, None] & (p_P < SPLITS)[None, :]
+        square_R = tl.sum(tl.load(at_RP, mask=mask_RP, other=0.0), 1)
+        weight_D = tl.load(norm_weight + d_D, mask=d_D < D, other=0.0)
+        u_RD = u_RD * tl.rsqrt(square_R / D + norm_eps)[:, None] * weight_D[None, :]
+        tl.store(at_RD, u_RD.to(u.dtype.element_ty), mask=mask_RD)
