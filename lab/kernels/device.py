@@ -122,7 +122,8 @@ def find_sanitizer() -> str | None:
 def run_stage(stage: Stage, most_s: float, out: Path) -> None:
     """Start all commands of a stage, wait until they end or the deadline comes, end those left."""
     began = time.monotonic()
-    environment = {**os.environ, "PYTHONPATH": ".", "OMP_NUM_THREADS": "1"}
+    more = os.environ.get("PYTHONPATH", "")  # of peers that are not installed
+    environment = {**os.environ, "PYTHONPATH": f".:{more}", "OMP_NUM_THREADS": "1"}
     if stage.tool:
         environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # neighbours would hide overruns
     processes = {}

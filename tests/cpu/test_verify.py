@@ -15,6 +15,7 @@ import torch
 
 from metainfer.cli import serve
 from metainfer.cli.terminal import Terminal
+from metainfer.cli.verify import VerifyOptions, checks_for
 from metainfer.core.errors import UserError
 from metainfer.hardware.probe import probe
 from metainfer.kernels import verify_record
@@ -112,6 +113,15 @@ def test_sizes_that_change_nothing_are_left_out() -> None:
         ("attention.sparse_decode", "decode", 4, 64),
         ("attention.sparse_decode", "decode", 4, 4096),
     ]
+
+
+def test_checks_follow_the_formats_and_the_layout_of_a_plan() -> None:
+    options = VerifyOptions("deepseek-v4-flash", part="attention", entries=(256,))
+    checks = checks_for(options, "cpu", 4, "float32")
+    attention = [check for check in checks if check.op == "attention.sparse_decode"]
+    assert {check.case.heads for check in attention} == {16}
+    assert {check.case.dtype for check in checks} == {"float32"}
+    assert {check.load.rows for check in attention} == {1, 4}
 
 
 def test_a_crash_or_a_hang_costs_its_own_piece_alone() -> None:
