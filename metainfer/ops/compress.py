@@ -3,6 +3,13 @@
 A token's row of compressor state is fp32 [value | score], the position bias already in the score.
 Where windows overlap (`overlap`), value and score are two halves each, A and B, of the entry width:
 entry w mixes the A halves of window w - 1 with the B halves of window w.
+
+An entry depends on the rows of its span alone, so an incremental caller keeps no other state and
+takes tokens back without copies. It keeps, per sequence, a ring of span rows and one more for each
+draft token of a step; the token at position p is written at p modulo the rows of the ring.
+Rows of tokens that were not accepted are overwritten by the tokens that come in their places, and
+so are entries that such tokens closed: query position p sees entry w only where (p + 1) // ratio is
+more than w, so none that is accepted saw them. A window closes anew when its true last token comes.
 """
 
 from __future__ import annotations
@@ -17,7 +24,7 @@ class CompressCase:
     """Attributes:
     ratio: tokens per window.
     width: D of an entry.
-    rope_width: how many of the last channels are rotated.
+    rope_width: how many of the last channels are rotated; 0 for entries before the rope.
     overlap: whether an entry mixes two windows.
     eps: of the norm.
     dtype: format of the entries.
@@ -64,6 +71,8 @@ _CASES = {
         CompressCase(4, 128, 64, overlap=True),
         CompressCase(128, 512, 64, overlap=False),
     ),
+    # From this latent come the index key and, rotated, the entry. Ratio 1 is `norm.rms_norm`.
+    "deepseek-v4.1-flash": (CompressCase(2, 512, 0, overlap=False, eps=1e-20),),
     "pebble": (
         CompressCase(4, 512, 64, overlap=True),
         CompressCase(4, 128, 64, overlap=True),
@@ -75,6 +84,7 @@ _SMALL = (
     CompressCase(16, 24, 8, overlap=False, dtype="float32"),
     CompressCase(4, 64, 32, overlap=True),
     CompressCase(128, 32, 32, overlap=False),
+    CompressCase(2, 48, 0, overlap=False, eps=1e-20),
 )
 
 _FORMULA = """For each channel: softmax of the scores of the entry's tokens (those of window w, and
@@ -116,7 +126,8 @@ COMPRESS_DECODE = Op(
     Arguments:
         ring_NW: fp32 [ring rows of all sequences, row width].
         ring_rows_CS: int64 [C, span], for each entry the ring rows of its tokens in order of
-            position; -1 where there is no token (before the sequence).
+            position; -1 where there is no token (before the sequence). An entry without any token
+            is zero: what a step of fixed size asks where no window closes.
         norm_weight_D: fp32 [D].
         rotation_CR2: fp32 [C, R / 2, 2], cosine and sine at the entries' positions.
 

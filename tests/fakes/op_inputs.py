@@ -128,7 +128,11 @@ VARIANTS: Mapping[str, Mapping[str, Maker]] = {
         "sharp": partial(compress.compress, entries=3, first=0, sharpness=100.0),
     },
     "attention.compress_decode": {
-        f"{count} entries": partial(compress.compress_decode, entries=count) for count in (0, 1, 5)
+        **{
+            f"{count} entries": partial(compress.compress_decode, entries=count)
+            for count in (0, 1, 5)
+        },
+        "windows that stay open": partial(compress.compress_decode, entries=5, closing=False),
     },
     "attention.index_topk": {
         **_rows(index.index_topk, 0, 1, 5, 67, start=0),

@@ -45,7 +45,8 @@ def compress_decode(
     value_CSD, score_CSD = _halves(case, before_CRW, own_CRW)
     missing_CS1 = (ring_rows_CS < 0).unsqueeze(2)
     value_CSD = value_CSD.masked_fill(missing_CS1, 0.0)
-    score_CSD = score_CSD.masked_fill(missing_CS1, -torch.inf)
+    # As good as -inf beside other scores, and no NaN where all are missing.
+    score_CSD = score_CSD.masked_fill(missing_CS1, torch.finfo(torch.float32).min)
     entries_CD = _entries(case, value_CSD, score_CSD, norm_weight_D, angles(rotation_CR2))
     return entries_CD.to(TORCH_DTYPES[case.dtype])
 

@@ -18,11 +18,17 @@ def compress(case: Any, draw: Draw, entries: int, first: int, sharpness: float =
     return Call((), (apart(rows_NW), first, draw.normal(case.width), rotation_ER2))
 
 
-def compress_decode(case: Any, draw: Draw, entries: int) -> Call:
+def compress_decode(case: Any, draw: Draw, entries: int, closing: bool = True) -> Call:
+    """
+    Args:
+        closing: every window closes; otherwise every second entry has no token.
+    """
     ring_NW = draw.normal((entries + 2) * case.span, case.row_width)
     ring_rows_CS = draw.distinct(1, entries * case.span, len(ring_NW)).view(entries, case.span)
     if case.overlap:
         ring_rows_CS[::2, : case.ratio] = -1  # the first window of a sequence
+    if not closing:
+        ring_rows_CS[1::2] = -1
     garbage_but(ring_rows_CS, ring_NW)
     rotation_CR2 = draw.rotation(entries, case.rope_width)
     return Call((), (ring_NW, ring_rows_CS, draw.normal(case.width), rotation_CR2))

@@ -49,7 +49,7 @@ def _entries(
     if case.overlap:
         value, score = _halves(value, case.ratio), _halves(score, case.ratio)
     missing = ~exists_ES.unsqueeze(-1)
-    weight = score.masked_fill(missing, -torch.inf).softmax(dim=1)
+    weight = score.masked_fill(missing, -torch.inf).softmax(dim=1).masked_fill(missing, 0.0)
     pooled_ED = (weight * value.masked_fill(missing, 0.0)).sum(1)
     dtype = TORCH_DTYPES[case.dtype]
     normed_ED = (rms(pooled_ED.to(dtype), case.eps) * norm_weight_D).to(dtype)
