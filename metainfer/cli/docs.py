@@ -18,6 +18,7 @@ from metainfer.core.config import described_form, flags_of, written_form
 from metainfer.core.env import VARIABLES
 from metainfer.core.units import format_bytes, format_count, format_flops
 from metainfer.ops.base import Load, Op
+from metainfer.ops.targets import CARD_KINDS
 
 _NOTE = "<!-- Made by `make docs` from the code; do not edit. -->"
 _ROWS = (1, 2048)  # a decode step, a step of prefill
@@ -82,10 +83,10 @@ def metrics_page() -> str:
 
 
 def ops_page() -> str:
-    from metainfer.kernels.builtin import builtin_registry
+    from metainfer.kernels.on_paper import registry_for
     from metainfer.ops.catalogue import OPS
 
-    registry = builtin_registry()
+    registry = registry_for(CARD_KINDS["sm_90"])
     lines = [
         "Operations",
         "",

@@ -39,6 +39,18 @@ VERBS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "bench model": ("metainfer.cli.bench_model", "Measure this engine against transformers"),
         "bench ops": ("metainfer.cli.bench_ops", "Measure each operation against its floor"),
         "bench plot": ("metainfer.cli.bench_plot", "Draw records of bench serve or bench model"),
+        "kernels list": (
+            "metainfer.cli.kernels_list",
+            "List what runs each operation, by kind of card",
+        ),
+        "kernels explain": (
+            "metainfer.cli.kernels_explain",
+            "Say what runs an operation, and why nothing better",
+        ),
+        "kernels coverage": (
+            "metainfer.cli.kernels_coverage",
+            "Prove by compiling what a model's operations run on",
+        ),
         "weights synth": ("metainfer.cli.weights_synth", "Write a random checkpoint of a model"),
         "weights check": ("metainfer.cli.weights_check", "Check a checkpoint without loading it"),
         "version": ("metainfer.cli.version", "Print the version"),

@@ -19,12 +19,12 @@ from metainfer.kernels.builtin import builtin_registry
 from metainfer.kernels.compare import run
 from metainfer.kernels.inputs.base import Draw
 from metainfer.kernels.inputs.load import at_load
+from metainfer.kernels.on_paper import choose
 from metainfer.kernels.triton.compile_all import Outcome, compile_all
 from metainfer.kernels.triton.launch import shared_limit
 from metainfer.kernels.triton.machine_code import TENSOR_MEMORY_COLUMNS, MachineCode
 from metainfer.kernels.triton.record import RecordingLauncher
 from metainfer.ops.base import Load
-from metainfer.ops.kernel_order import REFERENCE, allowed, parse_order
 from metainfer.ops.targets import CardKind
 from metainfer.ops.use import DECODE, PREFILL, Use
 
@@ -74,8 +74,14 @@ class Row:
     problem: str
 
     @property
+    def problems(self) -> list[str]:
+        """All that stands against the row, of its code too."""
+        found = (self.problem, *(piece.problem for piece in self.pieces))
+        return list(dict.fromkeys(filter(None, found)))
+
+    @property
     def ok(self) -> bool:
-        return not self.problem and not any(piece.problem for piece in self.pieces)
+        return not self.problems
 
     def most(self, fact: str) -> int:
         """The largest number of a fact of `MachineCode` among the pieces."""
@@ -132,15 +138,15 @@ class _Recorder:
     def __init__(self, kind: CardKind, tokens: int, order: str) -> None:
         self._launch = RecordingLauncher(kind.capability, kind.multiprocessors)
         self._registry = builtin_registry(self._launch)
+        self._registry.check_order(order)
         self._target = kind.target
         self._tokens = tokens
-        able = self._registry.capabilities(self._target)
-        self._orders = parse_order(order, able.backends)
-        self._default = able.default_order
+        self._order = order
 
     def record(self, use: Use, phase: str) -> _Recorded:
-        chosen, refused = self._choice(use)
-        if chosen in ("", REFERENCE):
+        choice = choose(self._registry, use.op, use.case, self._target, self._order)
+        chosen, refused = choice.backend, choice.refused
+        if choice.is_slow:
             return _Recorded(use, phase, chosen, refused, problem="only the reference serves it")
         self._launch.launches.clear()
         calls: dict[str, None] = {}
@@ -158,20 +164,6 @@ class _Recorder:
                 return _Recorded(use, phase, chosen, refused, problem=problem)
             most = max(most, len(self._launch.launches) - before)
         return _Recorded(use, phase, chosen, refused, most, self._launch.units(), tuple(calls))
-
-    def _choice(self, use: Use) -> tuple[str, tuple[tuple[str, str], ...]]:
-        """(the backend that would run, "" for none; those before it and why they do not)."""
-        backends = self._registry.backends(use.op)
-        refused = []
-        for name in allowed(use.op, self._orders, self._default):
-            if name not in backends:
-                refused.append((name, "has no kernel for it"))
-                continue
-            verdict = backends[name].eligible(use.case, self._target)
-            if verdict:
-                return name, tuple(refused)
-            refused.append((name, verdict.reason))
-        return "", tuple(refused)
 
 
 class _TorchCalls(TorchDispatchMode):

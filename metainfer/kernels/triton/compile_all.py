@@ -93,7 +93,7 @@ def _compiled(jobs: Sequence[Job], workers: int) -> Iterator[tuple[Job, Outcome]
 def _in_processes(jobs: Sequence[Job], workers: int) -> Iterator[tuple[Job, Outcome]]:
     # Children of a process with threads must not be forked from it.
     spawn = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, mp_context=spawn, initializer=_leave_interrupts)
+    pool = ProcessPoolExecutor(workers, mp_context=spawn, initializer=_in_silence)
     try:
         futures: dict[Future[Outcome], Job] = {pool.submit(_compile, *job): job for job in jobs}
         for future in as_completed(futures):
@@ -102,9 +102,14 @@ def _in_processes(jobs: Sequence[Job], workers: int) -> Iterator[tuple[Job, Outc
         pool.shutdown(cancel_futures=True)
 
 
-def _leave_interrupts() -> None:
-    """Ctrl-C ends the parent, which ends its workers."""
+def _in_silence() -> None:
+    """Ctrl-C ends the parent, which ends its workers; what native code says at their end, of
+    references that it lost count of, is nobody's concern."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in (1, 2):
+        os.dup2(nowhere, descriptor)
+    os.close(nowhere)
 
 
 def _compile(unit: CompileUnit, capability: Capability) -> Outcome:

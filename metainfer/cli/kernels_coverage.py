@@ -1,0 +1,128 @@
+"""`metainfer kernels coverage`: a model's operations on a kind of card, proved by compiling."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from metainfer.cli.kernels_text import coverage_text
+from metainfer.cli.terminal import Terminal
+from metainfer.cli.verb import Verb
+from metainfer.core.config import flag
+from metainfer.core.errors import UserError
+from metainfer.ops.targets import CARD_KINDS
+from metainfer.ops.use import PARTS
+from metainfer.shipped import SHIPPED_MODEL
+
+
+def target_name(text: str) -> str:
+    """ "sm_89", which may also be written 89."""
+    return f"sm_{text}" if text.isdigit() else text
+
+
+def check_targets(names: Sequence[str], also: Sequence[str] = ()) -> None:
+    """Raises UserError naming one that is no kind of card, nor one of `also`."""
+    for name in names:
+        if name not in CARD_KINDS and name not in also:
+            raise UserError(
+                f"--target: there are no kernels for '{name}'",
+                hint="there are for " + ", ".join((*also, *CARD_KINDS)),
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class CoverageOptions:
+    """What is covered."""
+
+    model: str | None = flag(
+        "MODEL",
+        "A known name, a checkpoint directory or a config.json; the shipped model if not given",
+        aliases=("--model",),
+    )
+    tensor_parallel_sizes: tuple[int, ...] = flag(
+        "--tensor-parallel-size",
+        "Ranks that share a layer; one of them is covered",
+        (1,),
+        aliases=("--tp",),
+        unit="n",
+        many=True,
+    )
+    targets: tuple[str, ...] = flag(
+        "--target",
+        "Kinds of card: " + ", ".join(CARD_KINDS) + "; all if not given",
+        (),
+        parse=target_name,
+        unit="kind",
+        many=True,
+    )
+    part: str | None = flag("--part", "Only the operations of this part", choices=PARTS)
+    kernel_order: str | None = flag(
+        "--kernel-order", "Implementations to try, best first, as 'op=backend,backend;*=...'"
+    )
+    workers: int | None = flag("--workers", "Processes that compile; one per core", unit="n")
+    json: bool = flag("--json", "Print all that was found as JSON", False)
+
+    def __post_init__(self) -> None:
+        check_targets(self.targets)
+        for flag_name, values in (
+            ("--tensor-parallel-size", self.tensor_parallel_sizes),
+            ("--workers", (self.workers,)),
+        ):
+            if any(value is not None and value < 1 for value in values):
+                raise UserError(f"{flag_name} must be at least 1")
+
+
+def run(terminal: Terminal, options: CoverageOptions) -> int:
+    from metainfer.kernels.on_paper import has_triton
+
+    if not has_triton():
+        raise UserError(
+            "the kernels for GPUs need triton, which is not installed",
+            hint="pip install 'metainfer[kernels]'",
+        )
+    reports = []
+    for report in _reports(terminal, options):
+        reports.append(report)
+        if not options.json:
+            terminal.data(coverage_text(report) + "\n")
+    if options.json:
+        terminal.data(json.dumps(reports, indent=1))
+    return 1 if any(report["uncovered"] for report in reports) else 0
+
+
+def _reports(terminal: Terminal, options: CoverageOptions) -> Iterator[dict[str, Any]]:
+    """One for each target and layout."""
+    from metainfer.arch.families import read_attention
+    from metainfer.hardware.probe import probe
+    from metainfer.kernels.coverage import cover
+    from metainfer.kernels.coverage_report import Subject, cards_that_ran, report
+    from metainfer.ops.uses import uses_of
+
+    model, part = options.model or SHIPPED_MODEL, options.part or ""
+    longest = read_attention(model).max_model_len
+    layouts = [(ranks, uses_of(model, ranks, part)) for ranks in options.tensor_parallel_sizes]
+    workers = options.workers or probe().cpu.logical_cores
+    for target in options.targets or tuple(CARD_KINDS):
+        ran = cards_that_ran(target)
+        for ranks, uses in layouts:
+            subject = Subject(model, ranks, part, target, CARD_KINDS[target])
+            with terminal.progress(f"compiled for {target}", "pieces of code") as progress:
+                order = options.kernel_order or ""
+                rows = cover(
+                    uses, subject.kind, workers, longest, order, on_progress=progress.update
+                )
+            yield report(subject, rows, ran)
+
+
+VERB = Verb(
+    "kernels coverage",
+    "Prove by compiling what a model's operations run on",
+    (("what is covered", CoverageOptions),),
+    run,
+    (
+        "metainfer kernels coverage deepseek-v4-flash --tensor-parallel-size 8 --target sm_120",
+        "metainfer kernels coverage glm-5.3 --tensor-parallel-size 1 4 8 --part attention --json",
+    ),
+)

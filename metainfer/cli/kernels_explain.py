@@ -1,0 +1,153 @@
+"""`metainfer kernels explain OP`: what runs an operation at each case, and why nothing better."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from metainfer.cli.kernels_coverage import check_targets, target_name
+from metainfer.cli.kernels_text import told_case, wrapped
+from metainfer.cli.terminal import Terminal
+from metainfer.cli.verb import Verb
+from metainfer.core.config import REQUIRED, flag
+from metainfer.core.errors import UserError
+from metainfer.ops.targets import CARD_KINDS
+
+if TYPE_CHECKING:
+    from metainfer.ops.base import Op
+
+_CPU = "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainOptions:
+    """What is explained."""
+
+    op: str = flag("OP", "An operation; `metainfer kernels list` lists them", REQUIRED)
+    model: str | None = flag("--model", "Only the cases of this model: a known name or a directory")
+    tensor_parallel_size: int = flag(
+        "--tensor-parallel-size",
+        "Ranks that share a layer of the model",
+        1,
+        aliases=("--tp",),
+        unit="n",
+    )
+    targets: tuple[str, ...] = flag(
+        "--target",
+        f"Where: {_CPU}, " + ", ".join(CARD_KINDS) + "; everywhere if not given",
+        (),
+        parse=target_name,
+        unit="kind",
+        many=True,
+    )
+    json: bool = flag("--json", "Print the verdicts as JSON", False)
+
+    def __post_init__(self) -> None:
+        check_targets(self.targets, also=(_CPU,))
+        if self.tensor_parallel_size < 1:
+            raise UserError("--tensor-parallel-size must be at least 1")
+
+
+def run(terminal: Terminal, options: ExplainOptions) -> int:
+    from metainfer.kernels.on_paper import has_triton
+
+    op = _op_named(options.op)
+    cases = list(_cases(op, options))
+    if not cases:
+        raise UserError(
+            f"{options.model} does not run {op.name}",
+            hint="leave --model out for the cases of all known models",
+        )
+    if not has_triton():
+        terminal.hint("without triton no kernel for GPUs is here: pip install 'metainfer[kernels]'")
+    told = _explained(op, cases, options.targets or (_CPU, *CARD_KINDS))
+    terminal.data(json.dumps(told, indent=1) if options.json else _text(op, told))
+    return 0
+
+
+def _op_named(name: str) -> Op:
+    from metainfer.ops.catalogue import OPS
+
+    if name not in OPS:
+        near = difflib.get_close_matches(name, OPS, n=1)
+        raise UserError(
+            f"there is no operation '{name}'",
+            hint=(f"did you mean {near[0]}? " if near else "") + "metainfer kernels list has them",
+        )
+    return OPS[name]
+
+
+def _cases(op: Op, options: ExplainOptions) -> Iterator[Any]:
+    from metainfer.ops.uses import uses_of
+
+    if options.model is None:
+        yield from dict.fromkeys(case for cases in op.cases.values() for case in cases)
+        return
+    for use in uses_of(options.model, options.tensor_parallel_size):
+        if use.op == op.name:
+            yield use.case
+
+
+def _explained(op: Op, cases: Sequence[Any], targets: Sequence[str]) -> list[dict[str, Any]]:
+    """A record for each case and target."""
+    from metainfer.kernels.on_paper import choose, registry_for
+    from metainfer.ops.base import Target
+
+    told = []
+    for name in targets:
+        kind = CARD_KINDS.get(name)
+        registry, target = registry_for(kind), Target(_CPU) if kind is None else kind.target
+        for case in cases:
+            choice = choose(registry, op.name, case, target)
+            told.append(
+                {
+                    "case": asdict(case),
+                    "target": name,
+                    "chosen": choice.backend,
+                    "order": list(registry.capabilities(target).default_order),
+                    "verdicts": [
+                        {"backend": backend, "serves": verdict.ok, "reason": verdict.reason}
+                        for backend, verdict in registry.explain(op.name, case, target)
+                    ],
+                }
+            )
+    return told
+
+
+def _text(op: Op, told: Sequence[dict[str, Any]]) -> str:
+    """A paragraph a case; targets that say the same share a line."""
+    lines = wrapped(f"{op.name}: {op.doc.strip().splitlines()[0]}")
+    by_case: dict[str, dict[str, list[str]]] = {}
+    for one in told:
+        alike = by_case.setdefault(told_case(one["case"]), {})
+        alike.setdefault(_verdict(one), []).append(one["target"])
+    for case, alike in by_case.items():
+        lines += ["", case]
+        for verdict, names in alike.items():
+            lines += wrapped(f"{' '.join(names)}: {verdict}", "  ")
+    return "\n".join(lines)
+
+
+def _verdict(one: dict[str, Any]) -> str:
+    chosen = one["chosen"] or "nothing but the reference"
+    others = [
+        f"{verdict['backend']}: {verdict['reason'] or 'serves it too'}"
+        for verdict in one["verdicts"]
+        if verdict["backend"] != one["chosen"] and verdict["backend"] in one["order"]
+    ]
+    return "; ".join([f"{chosen} runs" if one["chosen"] else chosen, *others])
+
+
+VERB = Verb(
+    "kernels explain",
+    "Say what runs an operation, and why nothing better",
+    (("what is explained", ExplainOptions),),
+    run,
+    (
+        "metainfer kernels explain attention.sparse_prefill",
+        "metainfer kernels explain hc.mix --model deepseek-v4-flash --target sm_89",
+    ),
+)

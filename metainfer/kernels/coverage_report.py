@@ -1,0 +1,110 @@
+"""What coverage found, as a plain record."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from metainfer.core.errors import UserError
+from metainfer.kernels.coverage import Row
+from metainfer.kernels.triton.launch import shared_limit
+from metainfer.kernels.verify_record import default_cache, read_record, source_hash
+from metainfer.ops.targets import CardKind
+
+Ran = Mapping[tuple[str, str, str], str]
+"""By (op, case as JSON, backend): the card on which `metainfer verify` passed it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What was covered: one of `ranks` ranks of a model on one kind of card."""
+
+    model: str
+    ranks: int
+    part: str
+    target: str
+    kind: CardKind
+
+
+def cards_that_ran(target: str, cache: Path | None = None) -> Ran:
+    """What passed on cards of the kind `target`, or elsewhere as code for it, with these very
+    sources.
+
+    Args:
+        cache: of verification's records; None for the user's.
+    """
+    found: dict[tuple[str, str, str], str] = {}
+    sources = source_hash()
+    for path in sorted((cache or default_cache()).glob("*.json")):
+        with suppress(OSError, UserError):
+            record = read_record(path.read_text(encoding="utf-8"))
+            card = record["card"]
+            if card["kernels"] == sources and _code_of(card) == target:
+                bad = {_name(case) for case in record["cases"] if case["problem"]}
+                good = {_name(case) for case in record["cases"]} - bad
+                found |= dict.fromkeys(good, card["name"])
+    return found
+
+
+def _code_of(card: Mapping[str, Any]) -> str:
+    """The kind of card whose code ran."""
+    if card["device"] != "cuda":
+        return ""
+    major, minor = card["capability"]
+    return card["code_for"] or f"sm_{major}{minor}"
+
+
+def _name(case: Mapping[str, Any]) -> tuple[str, str, str]:
+    return case["op"], json.dumps(case["case"], sort_keys=True), case["backend"]
+
+
+def report(subject: Subject, rows: Sequence[Row], ran: Ran) -> dict[str, Any]:
+    """Everything that was found."""
+    return {
+        "model": subject.model,
+        "tensor_parallel_size": subject.ranks,
+        "part": subject.part or None,
+        "target": subject.target,
+        "card": subject.kind.card,
+        "shared_limit_bytes": shared_limit(subject.kind.capability),
+        "covered": sum(row.ok for row in rows),
+        "uncovered": sum(not row.ok for row in rows),
+        "rows": [_row(row, ran) for row in rows],
+    }
+
+
+def _row(row: Row, ran: Ran) -> dict[str, Any]:
+    case = json.loads(json.dumps(asdict(row.use.case)))
+    name = row.use.op, json.dumps(case, sort_keys=True), row.backend
+    return {
+        "op": row.use.op,
+        "case": case,
+        "part": row.use.part,
+        "phase": row.phase,
+        "times": row.use.times,
+        "served": row.use.served,
+        "backend": row.backend,
+        "refused": [{"backend": name, "reason": reason} for name, reason in row.refused],
+        "ok": row.ok,
+        "problems": row.problems,
+        "ran_on": ran.get(name),
+        "launches": row.launches,
+        "torch_calls": list(row.torch_calls),
+        "shared_bytes": row.most("shared_bytes"),
+        "registers": row.most("registers"),
+        "stack_bytes": row.most("stack_bytes"),
+        "matrix": list(row.matrix),
+        "code": [
+            {
+                "kernel": piece.kernel,
+                "constants": piece.constants,
+                "problem": piece.problem,
+                **(asdict(piece.code) if piece.code else {}),
+            }
+            for piece in row.pieces
+        ],
+    }
