@@ -109,8 +109,9 @@ def _plan(machine: Machine, model: str) -> Plan | UserError:
 
     settings = EngineSettings()
     try:
-        able = choose_target(machine, settings, builtin_registry().capabilities)
-        return build_plan(machine, read_arch(model), settings, able)
+        arch = read_arch(model)
+        able = choose_target(machine, arch, settings, builtin_registry().capabilities)
+        return build_plan(machine, arch, settings, able)
     except UserError as error:
         return error
 

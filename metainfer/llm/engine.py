@@ -103,7 +103,7 @@ class Engine:
         directory = checkpoint_directory(directory)
         settings = settings or EngineSettings()
         machine, arch, registry = probe(), read_arch(directory), builtin_registry()
-        capabilities = choose_target(machine, settings, registry.capabilities)
+        capabilities = choose_target(machine, arch, settings, registry.capabilities)
         plan = build_plan(machine, arch, settings, capabilities)
         if on_plan is not None:
             on_plan(machine, plan)

@@ -15,8 +15,8 @@ from metainfer.core.units import format_bytes
 from metainfer.hardware.machine import Gpu, Machine, Unknown
 from metainfer.ops.base import Target
 from metainfer.ops.capabilities import Capabilities
-from metainfer.ops.catalogue import OPS
 from metainfer.ops.kernel_order import REFERENCE
+from metainfer.ops.uses_v4 import served_uses
 from metainfer.plan.memory import Fixed, Sizes, fit_memory
 from metainfer.plan.plan import Origin, Plan, Value
 from metainfer.plan.settings import EngineSettings, Residency
@@ -32,6 +32,7 @@ _BF16_ISA = ("avx512_bf16", "amx_bf16")
 
 def choose_target(
     machine: Machine,
+    arch: Arch,
     settings: EngineSettings,
     capabilities_of: Callable[[Target], Capabilities],
 ) -> Capabilities:
@@ -44,7 +45,7 @@ def choose_target(
         return capabilities_of(CPU)
     gpus: tuple[Gpu, ...] = () if isinstance(machine.gpus, Unknown) else machine.gpus
     on_gpus = [capabilities_of(Target("cuda", gpu.capability)) for gpu in gpus]
-    usable = [able for able in on_gpus if not _uncovered(able, settings)]
+    usable = [able for able in on_gpus if not _uncovered(arch, able, settings)]
     if settings.device == "cuda":
         if not gpus:
             why = machine.gpus.why if isinstance(machine.gpus, Unknown) else "none is listed"
@@ -65,13 +66,13 @@ def build_plan(
     does not fit into memory.
     """
     target = capabilities.target
-    device = _device(machine, settings, capabilities)
+    device = _device(machine, arch, settings, capabilities)
     _refuse_contradictions(arch, settings)
     compute_dtype = _compute_dtype(machine, arch, settings, target)
     cache_dtype = _flag("--kv-cache-dtype", settings.kv_cache_dtype) or Value(
         compute_dtype.value, Origin.DEFAULT, "latents are kept in the format they are computed in"
     )
-    residency, kernel_order = _residency(settings, capabilities)
+    residency, kernel_order = _residency(arch, settings, capabilities)
     batched_tokens = _flag("--max-num-batched-tokens", settings.max_num_batched_tokens) or Value(
         _DEFAULT_BATCHED_TOKENS,
         Origin.DEFAULT,
@@ -117,9 +118,15 @@ def _flag(name: str, given: T | None) -> Value[Any] | None:
     return None if given is None else Value(given, Origin.FLAG, f"given with {name}")
 
 
-def _uncovered(capabilities: Capabilities, settings: EngineSettings) -> list[str]:
+def _ops(arch: Arch) -> tuple[str, ...]:
+    """The operations that the model's layers run."""
+    served = served_uses(arch, 1, "bfloat16", "bfloat16")
+    return tuple(dict.fromkeys(use.op for use in served))
+
+
+def _uncovered(arch: Arch, capabilities: Capabilities, settings: EngineSettings) -> list[str]:
     order = settings.kernel_order or ""
-    return [op for op in OPS if capabilities.backend_of(op, order) is None]
+    return [op for op in _ops(arch) if capabilities.backend_of(op, order) is None]
 
 
 def _gpu_index(machine: Machine, target: Target) -> int:
@@ -128,14 +135,17 @@ def _gpu_index(machine: Machine, target: Target) -> int:
     return next((n for n, gpu in enumerate(gpus) if gpu.capability == target.capability), 0)
 
 
-def _device(machine: Machine, settings: EngineSettings, capabilities: Capabilities) -> Value[str]:
+def _device(
+    machine: Machine, arch: Arch, settings: EngineSettings, capabilities: Capabilities
+) -> Value[str]:
     target = capabilities.target
-    missing = _uncovered(capabilities, settings)
+    missing = _uncovered(arch, capabilities, settings)
     if missing:
         listed = ", ".join(missing[:4]) + (", ..." if len(missing) > 4 else "")
         default = ",".join((*capabilities.default_order, REFERENCE))
         raise UserError(
-            f"{target} has no kernels for {len(missing)} of {len(OPS)} operations ({listed})",
+            f"{target} has no kernels for {len(missing)} of the {len(_ops(arch))} operations of"
+            f" {arch.name} ({listed})",
             hint="leave --device out to run where all operations have one, or allow slow"
             f" references in words: --kernel-order '*={default}'",
         )
@@ -208,7 +218,7 @@ def _compute_dtype(
 
 
 def _residency(
-    settings: EngineSettings, capabilities: Capabilities
+    arch: Arch, settings: EngineSettings, capabilities: Capabilities
 ) -> tuple[Value[str], Value[str]]:
     """(residency, kernel order): expanding backends run only where the order names them."""
     residency = _flag("--weights-residency", settings.weights_residency)
@@ -218,7 +228,7 @@ def _residency(
         )
     residency = Value(str(residency.value), residency.origin, residency.reason)
     if residency.value == Residency.QUANTISED:
-        return residency, _kernel_order(settings, capabilities)
+        return residency, _kernel_order(arch, settings, capabilities)
     if settings.kernel_order is not None:
         raise UserError(
             "--weights-residency expanded and --kernel-order both choose the implementations",
@@ -234,11 +244,11 @@ def _residency(
     return residency, Value(order, residency.origin, "weights are to be expanded")
 
 
-def _kernel_order(settings: EngineSettings, capabilities: Capabilities) -> Value[str]:
+def _kernel_order(arch: Arch, settings: EngineSettings, capabilities: Capabilities) -> Value[str]:
     if settings.kernel_order is None:
         return Value("", Origin.DEFAULT, "the device's own order")
     order = settings.kernel_order
-    slow = [op for op in OPS if capabilities.backend_of(op, order) == REFERENCE]
+    slow = [op for op in _ops(arch) if capabilities.backend_of(op, order) == REFERENCE]
     reason = "given with --kernel-order"
     if capabilities.target.type != "cpu" and slow:
         reason += f"; slow references are allowed and run for {', '.join(slow)}"

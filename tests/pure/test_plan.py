@@ -109,14 +109,14 @@ def test_expanded_weights_name_their_kernels():
 
 
 def test_a_reference_on_an_accelerator_is_allowed_in_words():
-    slow = ("moe.experts", "moe.swiglu")
+    slow = ("moe.route_learned", "moe.experts")
     with_references = {op: ("reference",) if op in slow else ("triton", "reference") for op in OPS}
     able = Capabilities(Target("cuda", (12, 0)), with_references, ("triton",), frozenset())
     machine = make_machine(gpus=(CARD,))
     assert "--kernel-order" in refusal(machine, able=able, device="cuda")
     allowed = plan(machine, able=able, device="cuda", kernel_order="*=triton,reference")
     assert allowed.device.value == "cuda:0"
-    assert "moe.experts, moe.swiglu" in allowed.kernel_order.reason
+    assert "moe.experts, moe.route_learned" in allowed.kernel_order.reason
     assert "unknown backend fast" in refusal(kernel_order="*=fast")
     assert "both choose" in refusal(weights_residency="expanded", kernel_order="*=cpu")
 
@@ -234,7 +234,7 @@ def test_a_device_without_kernels_is_refused_with_their_names():
     gpu = make_machine(gpus=(CARD,))
     lacking = on(Target("cuda", (12, 0)), without=("moe.experts", "norm.rms_norm"))
     said = refusal(gpu, able=lacking, device="cuda")
-    assert "cuda:sm_120 has no kernels for 2 of" in said and "moe.experts" in said
+    assert "cuda:sm_120 has no kernels for 2 of the" in said and "moe.experts" in said
     made = plan(gpu, able=on(Target("cuda", (12, 0))), device="cuda")
     assert (made.device.value, made.threads.value) == ("cuda:0", 0)
 
@@ -250,7 +250,8 @@ def test_the_device_is_the_first_gpu_on_which_everything_runs():
         )
 
     def chosen(gpus, **flags) -> str:
-        return str(choose_target(make_machine(gpus=gpus), EngineSettings(**flags), able).target)
+        machine, settings = make_machine(gpus=gpus), EngineSettings(**flags)
+        return str(choose_target(machine, tiny_quantised_arch(), settings, able).target)
 
     assert chosen((old, new)) == chosen((old, new), device="cuda") == "cuda:sm_120"
     both = make_machine(gpus=(replace(old, free_bytes=GIB // 4), new))
