@@ -57,6 +57,16 @@ class CoverageOptions:
         unit="kind",
         many=True,
     )
+    prefill_rows: tuple[int, ...] = flag(
+        "--prefill-rows",
+        "Rows of steps of prefill",
+        (1, 16, 128, 1024, 8192),
+        unit="rows",
+        many=True,
+    )
+    decode_batches: tuple[int, ...] = flag(
+        "--decode-batches", "Rows of steps of decode", (1, 4, 16, 64, 256), unit="rows", many=True
+    )
     part: str | None = flag("--part", "Only the operations of this part", choices=PARTS)
     kernel_order: str | None = flag(
         "--kernel-order", "Implementations to try, best first, as 'op=backend,backend;*=...'"
@@ -68,6 +78,8 @@ class CoverageOptions:
         check_targets(self.targets)
         for flag_name, values in (
             ("--tensor-parallel-size", self.tensor_parallel_sizes),
+            ("--prefill-rows", self.prefill_rows),
+            ("--decode-batches", self.decode_batches),
             ("--workers", (self.workers,)),
         ):
             if any(value is not None and value < 1 for value in values):
@@ -109,9 +121,15 @@ def _reports(terminal: Terminal, options: CoverageOptions) -> Iterator[dict[str,
         for ranks, uses in layouts:
             subject = Subject(model, ranks, part, target, CARD_KINDS[target])
             with terminal.progress(f"compiled for {target}", "pieces of code") as progress:
-                order = options.kernel_order or ""
                 rows = cover(
-                    uses, subject.kind, workers, longest, order, on_progress=progress.update
+                    uses,
+                    subject.kind,
+                    workers,
+                    longest,
+                    options.kernel_order or "",
+                    options.prefill_rows,
+                    options.decode_batches,
+                    on_progress=progress.update,
                 )
             yield report(subject, rows, ran)
 

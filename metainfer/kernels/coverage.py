@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,7 +28,9 @@ from metainfer.ops.targets import CardKind
 from metainfer.ops.use import DECODE, PREFILL, Use
 
 _TOKENS = 131_072
-_ROWS: Mapping[str, tuple[int, ...]] = MappingProxyType({PREFILL: (8192,), DECODE: (1, 64)})
+PREFILL_ROWS = (1, 16, 128, 1024, 8192)
+DECODE_ROWS = (1, 4, 16, 64, 256)
+"""Rows of a call that are looked at: kernels choose their constants by them."""
 
 Progress = Callable[[int, int], None]  # (done, total)
 
@@ -114,6 +115,8 @@ def cover(
     workers: int,
     longest: int = _TOKENS,
     order: str = "",
+    prefill_rows: Sequence[int] = PREFILL_ROWS,
+    decode_rows: Sequence[int] = DECODE_ROWS,
     cache: Path | None = None,
     on_progress: Progress | None = None,
 ) -> tuple[Row, ...]:
@@ -123,9 +126,16 @@ def cover(
         workers: processes that compile.
         longest: tokens of the longest sequence of the model.
         order: as `Registry.bind` takes it.
+        prefill_rows, decode_rows: of the calls that are looked at, over a sequence of 131,072
+            tokens or the longest.
         cache: as of `compile_all`.
     """
-    recorder = _Recorder(kind, min(longest, _TOKENS), order)
+    tokens = min(longest, _TOKENS)
+    loads = {
+        PREFILL: [Load(min(rows, tokens), tokens) for rows in prefill_rows],
+        DECODE: [Load(rows, tokens) for rows in decode_rows],
+    }
+    recorder = _Recorder(kind, loads, order)
     found = [recorder.record(use, phase) for use in uses for phase in use.phases]
     jobs = [(unit, kind.capability) for row in found for unit in row.units]
     outcomes = compile_all(jobs, workers, cache, on_progress)
@@ -135,12 +145,12 @@ def cover(
 class _Recorder:
     """Chooses backends for one target and notes what they would launch."""
 
-    def __init__(self, kind: CardKind, tokens: int, order: str) -> None:
+    def __init__(self, kind: CardKind, loads: Mapping[str, Sequence[Load]], order: str) -> None:
         self._launch = RecordingLauncher(kind.capability, kind.multiprocessors)
         self._registry = builtin_registry(self._launch)
         self._registry.check_order(order)
         self._target = kind.target
-        self._tokens = tokens
+        self._loads = loads
         self._order = order
 
     def record(self, use: Use, phase: str) -> _Recorded:
@@ -151,9 +161,8 @@ class _Recorder:
         self._launch.launches.clear()
         calls: dict[str, None] = {}
         most = 0
-        for rows in _ROWS[phase]:
+        for load in self._loads[phase]:
             before = len(self._launch.launches)
-            load = Load(min(rows, self._tokens) if phase == PREFILL else rows, self._tokens)
             try:
                 inputs = at_load(use.op, use.case, load, Draw(0, "meta"))
                 with _TorchCalls(calls):

@@ -39,7 +39,7 @@ def covered(monkeypatch: Any, cache: Path, *backends: Declared, kind: str = "sm_
         return Registry((*(declared.bind(launch) for declared in backends), *REFERENCES))
 
     monkeypatch.setattr(coverage, "builtin_registry", registry)
-    return list(cover([NORM], CARD_KINDS[kind], 1, cache=cache))
+    return list(cover([NORM], CARD_KINDS[kind], 1, prefill_rows=(8192,), cache=cache))
 
 
 def test_a_kernel_of_the_package_is_covered(tmp_path: Path) -> None:
