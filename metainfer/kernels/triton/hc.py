@@ -31,9 +31,9 @@ from metainfer.ops.hc import HyperCase
 CACHED_BYTES = 24 * 2**20
 """Streams of so many bytes stay in the cache of all but the smallest GPUs between two launches."""
 
+_FEW_ROWS = 64  # one tile, whose slices are one step each
 _SLICES = 128  # programs that share the first step of few rows
-_IN_ORDER_SLICES = 16
-_IN_ORDER_STAGES = 4
+_FEWEST_SLICES = 16  # of many rows
 
 
 class Mixes(NamedTuple):
@@ -47,7 +47,7 @@ class Mixes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How the first step is cut.
+    """How the first step of few rows, or of many in `mix_in_order`, is cut.
 
     Attributes:
         rows, channels: of one tile and one step of its product.
@@ -71,9 +71,9 @@ def tiles_of(rows: int, channels: int, step: int, slices: int, streams: int = 1)
         step: channels of one step.
         streams: how many tiles of streams one step holds in shared memory.
     """
-    height = min(64, max(16, triton.next_power_of_2(rows)))
+    height = min(_FEW_ROWS, max(16, triton.next_power_of_2(rows)))
     steps = triton.cdiv(channels, step)
-    wanted = max(1, min(steps, max(_IN_ORDER_SLICES, slices // max(1, triton.cdiv(rows, height)))))
+    wanted = max(1, min(steps, max(_FEWEST_SLICES, slices // max(1, triton.cdiv(rows, height)))))
     per_slice = triton.cdiv(steps, wanted)
     splits = triton.cdiv(steps, per_slice)
     even = splits * per_slice * step == channels
@@ -116,11 +116,15 @@ def mix(
 
 
 def mix_in_two(
-    launch: Launcher, case: HyperCase, weights: Mixes, streams_TSD: torch.Tensor
+    launch: Launcher,
+    case: HyperCase,
+    weights: Mixes,
+    streams_TSD: torch.Tensor,
+    tiles: Tiles | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The same in two launches, for any number of rows."""
+    """The same in two launches, for any number of rows; `tiles` for experiments."""
     u_TD, post_TS, comb_TSS = _results(case, streams_TSD)
-    _collapse(launch, case, weights, streams_TSD, u_TD, post_TS, comb_TSS)
+    _collapse(launch, case, weights, streams_TSD, u_TD, post_TS, comb_TSS, tiles)
     return u_TD, post_TS, comb_TSS
 
 
@@ -162,10 +166,12 @@ def _collapse(
     u_TD: torch.Tensor,
     post_TS: torch.Tensor | None,
     comb_TSS: torch.Tensor | None,
+    tiles: Tiles | None = None,
 ) -> None:
     """u_TD, and post_TS and comb_TSS where they are wanted."""
     rows, channels, mixes = len(streams_TSD), case.streams * case.width, len(weights.base_M)
-    tiles = tiles_of(rows, channels, _step(case, 128), _SLICES)
+    step = _step(case, 128 if rows <= _FEW_ROWS else 64)
+    tiles = tiles or tiles_of(rows, channels, step, _SLICES)
     columns = _columns(mixes, 1)
     partials_TPN = streams_TSD.new_empty(rows, tiles.splits, columns, dtype=torch.float32)
     launch(
@@ -229,23 +235,27 @@ def _finishing(case: HyperCase, rows: int, mixes: bool, collapses: bool) -> int:
 
 
 def mix_in_order(
-    launch: Launcher, case: HyperCase, weights: Mixes, streams_TSD: torch.Tensor
+    launch: Launcher,
+    case: HyperCase,
+    weights: Mixes,
+    streams_TSD: torch.Tensor,
+    tiles: Tiles | None = None,
+    lag: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The same in one launch, for any number of rows."""
-    rows, channels, mixes = len(streams_TSD), case.streams * case.width, len(weights.base_M)
+    """The same in one launch, for any number of rows; `tiles` and `lag` for experiments."""
+    rows, mixes = len(streams_TSD), len(weights.base_M)
     u_TD, post_TS, comb_TSS = _results(case, streams_TSD)
-    height, step, splits = 64, _step(case, 64), _IN_ORDER_SLICES
-    slice_ = triton.cdiv(triton.cdiv(channels, step), splits) * step
-    columns = _columns(mixes, 1)
-    tiles = triton.cdiv(rows, height)
-    lag = _lag(launch, splits)
+    tiles = tiles or tiles_in_order(case)
+    lag = lag or _lag(launch, tiles.splits)
+    columns, count = _columns(mixes, 1), triton.cdiv(rows, tiles.rows)
+    each = tiles.rows // tiles.splits
     launch(
         hc_mix.mix_in_order,
-        ((tiles + lag) * 2 * splits if rows else 0,),
+        ((count + lag) * 2 * tiles.splits if rows else 0,),
         streams_TSD,
         weights.parts_PMK,
-        streams_TSD.new_empty(rows, splits, columns, dtype=torch.float32),
-        torch.zeros(1 + tiles, dtype=torch.int32, device=streams_TSD.device),
+        streams_TSD.new_empty(rows, tiles.splits, columns, dtype=torch.float32),
+        torch.zeros(1 + count, dtype=torch.int32, device=streams_TSD.device),
         weights.base_M,
         weights.norm_weight_D,
         u_TD,
@@ -255,27 +265,35 @@ def mix_in_order(
         lag,
         case.norm_eps,
         case.eps,
-        num_warps=8,
-        num_stages=_IN_ORDER_STAGES,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
         ITERATIONS=case.iterations,
-        R=height // splits,
-        RC=min(height // splits, rows_of(case)),
+        R=each,
+        RC=min(each, rows_of(case)),
         S=case.streams,
         D=case.width,
         BD=triton.next_power_of_2(case.width),
         M=mixes,
-        SPLITS=splits,
-        BP=splits,
-        KS=slice_,
-        EVEN=slice_ * splits == channels,
-        BM=height,
+        SPLITS=tiles.splits,
+        BP=tiles.splits,
+        KS=tiles.slice,
+        EVEN=tiles.even,
+        BM=tiles.rows,
         BN=columns,
-        BK=step,
+        BK=tiles.channels,
         PARTS=len(weights.parts_PMK),
         NORM=weights.norm_weight_D is not None,
         UPCAST=launch.interpreted,
     )
     return u_TD, post_TS, comb_TSS
+
+
+def tiles_in_order(case: HyperCase, rows: int = 64, splits: int = 16, stages: int = 4) -> Tiles:
+    """For `mix_in_order`, where rows must be a multiple of splits, both powers of two."""
+    channels, step = case.streams * case.width, _step(case, 64)
+    per_slice = triton.cdiv(triton.cdiv(channels, step), splits)
+    even = splits * per_slice * step == channels
+    return Tiles(rows, step, splits, per_slice * step, even, 8, stages)
 
 
 def _lag(launch: Launcher, splits: int) -> int:
@@ -291,11 +309,13 @@ def mix_shifted(
     weights: Mixes,
     streams_TSD: torch.Tensor,
     given_TS: torch.Tensor,
+    tiles: Tiles | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`tiles` for experiments."""
     rows, mixes = len(streams_TSD), case.mixes
     u_TD, post_TS, comb_TSS = _results(case, streams_TSD)
     pre_TS = torch.empty_like(post_TS)
-    tiles = tiles_of(rows, case.width, _step(case, 32), _SLICES, case.streams)
+    tiles = tiles or tiles_of(rows, case.width, _step(case, 32), _SLICES, case.streams)
     columns = _columns(mixes, 2)
     partials_TPN = streams_TSD.new_empty(rows, tiles.splits, columns, dtype=torch.float32)
     launch(

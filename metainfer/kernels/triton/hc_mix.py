@@ -17,6 +17,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from metainfer.kernels.triton.rows import rounded
+
 
 @triton.jit
 def mix_tile(
@@ -68,9 +70,10 @@ def mix_products(
 
 
 @triton.jit
-def normed_rows(u_RD, weight_D, norm_eps, D: tl.constexpr, DTYPE: tl.constexpr):
-    """fp32: rows rounded, divided by their root mean square and multiplied by the weight."""
-    u_RD = u_RD.to(DTYPE).to(tl.float32)
+def normed_rows(u_RD, weight_D, norm_eps, u, D: tl.constexpr):
+    """fp32: rows rounded as u holds them, divided by their root mean square and multiplied by the
+    weight."""
+    u_RD = rounded(u_RD, u)
     inverse_R = tl.rsqrt(tl.sum(u_RD * u_RD, 1) / D + norm_eps)
     return u_RD * inverse_R[:, None] * weight_D[None, :]
 
@@ -102,7 +105,7 @@ def collapse_rows(
     pre_RS = tl.sigmoid(tl.sum(pre_RPS, 1) * inverse_R[:, None] + base_S[None, :]) + eps
     u_RD = tl.sum(x_RSD.to(tl.float32) * pre_RS[:, :, None], 1)
     if NORM:
-        u_RD = normed_rows(u_RD, weight_D, norm_eps, D, u.dtype.element_ty)
+        u_RD = normed_rows(u_RD, weight_D, norm_eps, u, D)
     to_RD = u + wide_R[:, None] * D + d_D[None, :]
     tl.store(to_RD, u_RD.to(u.dtype.element_ty), mask=mask_RD)
 
@@ -207,7 +210,7 @@ def mix_in_order(
     Args:
         tickets: int32 [1 + tiles], zeros: tickets taken, and slices done by tile.
     """
-    ticket = tl.atomic_add(tickets, 1)
+    ticket = tl.atomic_add(tickets, 1, sem="relaxed")
     turn = ticket // (2 * SPLITS)
     within = ticket % (2 * SPLITS)
     tiles = tl.cdiv(T, BM)
@@ -227,15 +230,15 @@ def mix_in_order(
             while done < SPLITS:
                 done = tl.atomic_add(tickets + 1 + tile, 0, sem="acquire")
             tl.debug_barrier()
+            finish_mixes(
+                partials, base, None, post, comb, first, T, norm_eps, eps, ITERATIONS, R, S * D,
+                S, M, SPLITS, BP, BN, False,
+            )  # fmt: skip
             for r in range(0, R, RC):
                 collapse_rows(
                     streams, partials, base, norm_weight, u, first + r, T, norm_eps, eps,
                     RC, S, D, BD, M, SPLITS, BP, BN, NORM,
                 )  # fmt: skip
-            finish_mixes(
-                partials, base, None, post, comb, first, T, norm_eps, eps, ITERATIONS, R, S * D,
-                S, M, SPLITS, BP, BN, False,
-            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -271,9 +274,9 @@ def shifted_partials(
             x_BK = x_BK.to(tl.float32)
             square_BK += x_BK * x_BK
             u_BK += x_BK * given_B[:, None]
-        u_BK = u_BK.to(u.dtype.element_ty)
-        tl.store(u + wide_B[:, None] * D + d_K[None, :], u_BK, mask=x_mask)
-        u_BK = u_BK.to(tl.float32)
+        u_BK = rounded(u_BK, u)
+        to_BK = u + wide_B[:, None] * D + d_K[None, :]
+        tl.store(to_BK, u_BK.to(u.dtype.element_ty), mask=x_mask)
         u_square_BK += u_BK * u_BK
     out_BN = tl.where(n_N[None, :] == M, tl.sum(square_BK, 1)[:, None], acc_BN)
     out_BN = tl.where(n_N[None, :] == M + 1, tl.sum(u_square_BK, 1)[:, None], out_BN)

@@ -60,7 +60,7 @@ def collapse_given(
         weight_D = tl.load(norm_weight + d_D, mask=d_D < D, other=0.0)
     u_RD = tl.sum(x_RSD.to(tl.float32) * given_RS[:, :, None], 1)
     if NORM:
-        u_RD = normed_rows(u_RD, weight_D, norm_eps, D, u.dtype.element_ty)
+        u_RD = normed_rows(u_RD, weight_D, norm_eps, u, D)
     to_RD = u + wide_R[:, None] * D + d_D[None, :]
     tl.store(to_RD, u_RD.to(u.dtype.element_ty), mask=mask_RD)
 
@@ -82,9 +82,12 @@ def expand(
     y_TD: torch.Tensor,
     post_TS: torch.Tensor,
     comb_TSS: torch.Tensor,
+    channels: int = _CHANNELS,
+    warps: int = 4,
 ) -> torch.Tensor:
+    """`channels` and `warps` of a program for experiments."""
     rows, height = len(streams_TSD), rows_of(case)
-    channels = min(_CHANNELS, triton.next_power_of_2(case.width))
+    channels = min(channels, triton.next_power_of_2(case.width))
     launch(
         expand_rows,
         (triton.cdiv(rows, height), triton.cdiv(case.width, channels)),
@@ -94,7 +97,7 @@ def expand(
         comb_TSS.contiguous(),
         y_TD.stride(0),
         rows,
-        num_warps=4,
+        num_warps=warps,
         R=height,
         S=case.streams,
         D=case.width,
