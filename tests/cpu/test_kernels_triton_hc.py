@@ -3,6 +3,7 @@ exact the two bf16 parts of fn are."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,10 +13,12 @@ from metainfer.kernels.compare import Poisoned
 from metainfer.kernels.inputs import hc as inputs
 from metainfer.kernels.inputs.base import Draw
 from metainfer.kernels.reference import hc as reference
+from metainfer.kernels.reference.norm import rms_norm
 from metainfer.kernels.triton import hc
 from metainfer.kernels.triton.launch import JitLauncher
 from metainfer.ops.catalogue import OPS
 from metainfer.ops.hc import HyperCase
+from metainfer.ops.norm import RmsNormCase
 from tests.fakes.op_checks import assert_near
 
 LAUNCH = JitLauncher((9, 0), 4)
@@ -104,3 +107,30 @@ def test_two_bf16_parts_of_fn_are_as_good_as_fp32() -> None:
     _, post_TS, _ = hc.mix(LAUNCH, case, mixes, *call.arguments)
     error = (post_TS.double() - 2 * m_TM[:, 4:8].sigmoid()).abs().max()
     assert error < 1e-5
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_the_shifted_mix_given_its_own_weights_is_the_plain_mix(normed: bool) -> None:
+    case = replace(FP32, normed=normed)
+    call = inputs.mix_norm(case, Draw(6), 5)
+    streams_TSD = call.arguments[0]
+    nothing_TS = torch.zeros(5, case.streams)
+    _, pre_TS, *_ = reference.mix_shifted(case, call.weights, streams_TSD, nothing_TS)
+    u_TD, again_TS, post_TS, comb_TSS = reference.mix_shifted(
+        case, call.weights, streams_TSD, pre_TS
+    )
+    weights = call.weights if normed else call.weights[:3]
+    plain = (reference.mix_norm if normed else reference.mix)(case, weights, streams_TSD)
+    assert torch.equal(again_TS, pre_TS)
+    for ours, theirs in zip((u_TD, post_TS, comb_TSS), plain, strict=True):
+        assert torch.equal(ours, theirs)
+    alone_TD = reference.collapse(case, call.weights[3:], streams_TSD, pre_TS)
+    assert torch.equal(alone_TD, u_TD)
+
+
+def test_the_normed_mix_is_the_mix_and_then_the_norm() -> None:
+    call = inputs.mix_norm(BF16, Draw(6), 5)
+    x_TD = reference.mix_norm(BF16, call.weights, *call.arguments)[0]
+    u_TD = reference.mix(BF16, call.weights[:3], *call.arguments)[0]
+    norm = RmsNormCase(BF16.width, BF16.norm_eps)
+    assert torch.equal(x_TD, rms_norm(norm, u_TD, call.weights[3]))
