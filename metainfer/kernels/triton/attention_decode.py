@@ -1,5 +1,10 @@
 """attention.sparse_decode in Triton.
 
+Two kernels fulfil the contract; `tile_of` chooses from the case and the GPU alone:
+    mma: keys of 512 or 512 + 64 channels in bf16 or bytes, with mma.sync (`decode_mma`).
+    plain: everything else: other widths, fp32, caches of another dtype than the queries, and
+        Triton's interpreter.
+
 Keys of a row are split over programs where rows and heads alone are too few for the GPU; each
 split leaves its result and log-sum-exp in a workspace, which a second kernel merges. Splits depend
 on shapes and the number of multiprocessors alone, so a CUDA graph may hold both kernels.
@@ -16,14 +21,18 @@ import triton
 
 from metainfer.kernels.triton.attention_merge import merge_into
 from metainfer.kernels.triton.backend import Declared
+from metainfer.kernels.triton.decode_mma import decode_mma
 from metainfer.kernels.triton.decode_plain import decode_plain
 from metainfer.kernels.triton.key_rows import format_constants
-from metainfer.kernels.triton.launch import Launcher
-from metainfer.ops.attention import AttentionCase
+from metainfer.kernels.triton.launch import Launcher, shared_limit
+from metainfer.ops.attention import DENSE, AttentionCase
 
 # In units of the time that one tile takes: the start and end of a program, a merge, and what each
 # split adds to it.
 _START, _MERGE, _SPLIT = 3.0, 4.0, 0.1
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_GATHER_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +40,11 @@ class Tile:
     """What one program holds, and how.
 
     Attributes:
-        kernel: "plain".
+        kernel: "mma" or "plain".
         heads, keys: of a tile.
         resident: programs that a multiprocessor holds at a time.
+        held, buffers, warps_m, step: as the constants of `decode_mma`.
+        registers: of a thread at most; 0 for what the compiler takes.
     """
 
     kernel: str
@@ -41,6 +52,23 @@ class Tile:
     keys: int
     warps: int
     resident: int = 1
+    held: int = 0
+    buffers: int = 2
+    warps_m: int = 1
+    step: int = 64
+    registers: int = 0
+
+
+def tile_of(case: AttentionCase, capability: tuple[int, int]) -> Tile:
+    """The tile for a GPU; measured where it could be, see lab/kernels/README.md."""
+    if case.dtype != "bfloat16" or case.width != 512 or case.rope_extra not in (0, 64):
+        return plain_tile(case)
+    shared = shared_limit(capability)
+    if case.heads <= 16:
+        return Tile("mma", 16, 32, 4, resident=2 if shared > 200 * 1024 else 1)
+    if case.heads > 32 and shared > 160 * 1024:
+        return Tile("mma", 64, 32, 8, warps_m=4)
+    return Tile("mma", 32, 32, 8, held=256, warps_m=2)
 
 
 def plain_tile(case: AttentionCase) -> Tile:
@@ -74,7 +102,9 @@ def run(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """The op; `tile` and `splits` are chosen where none are given."""
     rows = len(q_THK)
-    tile = tile or plain_tile(case)
+    tile = tile or tile_of(case, launch.capability)
+    if launch.interpreted or not _gathers(case, ring, entries):
+        tile = plain_tile(case)
     window_columns = 0 if window_rows_TW is None else window_rows_TW.shape[1]
     entry_columns = 0 if entry_rows_TK is None else entry_rows_TK.shape[1]
     blocks = triton.cdiv(case.heads, tile.heads)
@@ -87,6 +117,10 @@ def run(
     if splits > 1:
         part = q_THK.new_empty(splits, *out_THD.shape, dtype=torch.float32)
         part_lse = part.new_empty(part.shape[:-1])
+    if not window_columns:
+        ring, window_rows_TW = entries, entry_rows_TK
+    elif not entry_columns:
+        entries, entry_rows_TK = ring, window_rows_TW
     arguments = (
         q_THK.contiguous(),
         ring,
@@ -117,20 +151,49 @@ def run(
         "SINK": sink_H is not None,
         "LSE": part_lse is not None,
     }
-    launch(
-        decode_plain,
-        (rows * blocks, splits),
-        *arguments,
-        num_warps=tile.warps,
-        BD=max(16, triton.next_power_of_2(case.width)),
-        BX=max(16, triton.next_power_of_2(case.rope_extra)),
-        UPCAST=launch.interpreted,
-        **constants,
-        **_format_constants(launch, case),
-    )
+    kernel: Any = decode_plain
+    if tile.kernel == "mma":
+        kernel = decode_mma
+        constants.update(
+            W_FORM=case.window_format,
+            E_FORM=case.entry_format,
+            APART=window_columns > 0
+            and entry_columns > 0
+            and case.window_format != case.entry_format,
+            HELD=tile.held,
+            BUFFERS=tile.buffers,
+            WARPS=tile.warps,
+            WARPS_M=tile.warps_m,
+            STEP=tile.step,
+        )
+        if tile.registers:
+            constants["maxnreg"] = tile.registers
+    else:
+        constants.update(
+            BD=max(16, triton.next_power_of_2(case.width)),
+            BX=max(16, triton.next_power_of_2(case.rope_extra)),
+            UPCAST=launch.interpreted,
+            **_format_constants(launch, case),
+        )
+    launch(kernel, (rows * blocks, splits), *arguments, num_warps=tile.warps, **constants)
     if part_lse is not None and splits > 1:
         merge_into(launch, part, part_lse, out_THD, lse_TH)
     return out_THD if lse_TH is None else (out_THD, lse_TH)
+
+
+def _gathers(case: AttentionCase, ring: torch.Tensor | None, entries: torch.Tensor | None) -> bool:
+    """Whether rows can be read 16 bytes at a time, numbers in the dtype of the queries."""
+    for cache, row_format in ((ring, case.window_format), (entries, case.entry_format)):
+        if cache is None:
+            continue
+        dtype = _DTYPES[case.dtype] if row_format == DENSE else torch.uint8
+        if cache.dtype is not dtype or cache.stride(1) != 1:
+            return False
+        if cache.stride(0) * cache.element_size() % _GATHER_BYTES:
+            return False
+        if not cache.is_meta and cache.data_ptr() % _GATHER_BYTES:
+            return False
+    return True
 
 
 def _format_constants(launch: Launcher, case: AttentionCase) -> dict[str, Any]:

@@ -1,0 +1,321 @@
+"""Rows of caches for the decode kernel in Gluon: where a split's keys lie, and bytes to bf16.
+
+Bytes go from memory into registers, one tile of keys before they are wanted, and from there as
+bf16 into shared memory. A row is taken in pieces of a power of two of blocks; a piece is [N, G, B]:
+N keys, G blocks that share a scale, B words of four bytes of a block. (The compiler would keep
+each byte of a tensor of bytes in a register of its own.) What comes out are words too, of two
+channels in bf16.
+
+Every code is decoded by integer operations on pairs, which every GPU does equally fast. e4m3: the
+bits of a code are put where bf16 has exponent and mantissa, and two exact products, with a power
+of two and with the scale, make the number. e2m1: the eight magnitudes come from a table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from metainfer.ops.formats import FORMATS
+
+# $2: four codes; $3: the scale twice. Codes become the upper bytes of halves; exponent and
+# mantissa move four bits down from the sign; times 2^120. A product of bf16 is a sum with -0.
+E4M3_WORDS = gl.constexpr(
+    """{
+    .reg .b32 a, b, s, t, big, zero;
+    mov.b32 big, 0x7B807B80;
+    mov.b32 zero, 0x80008000;
+    prmt.b32 a, $2, 0, 0x1404;
+    prmt.b32 b, $2, 0, 0x3424;
+    and.b32 s, a, zero;
+    and.b32 t, b, zero;
+    shr.u32 a, a, 4;
+    shr.u32 b, b, 4;
+    and.b32 a, a, 0x07F007F0;
+    and.b32 b, b, 0x07F007F0;
+    or.b32 a, a, s;
+    or.b32 b, b, t;
+    fma.rn.bf16x2 a, a, big, zero;
+    fma.rn.bf16x2 b, b, big, zero;
+    fma.rn.bf16x2 $0, a, $3, zero;
+    fma.rn.bf16x2 $1, b, $3, zero;
+    }"""
+)
+# $4: eight codes; $5: the scale twice. Codes without signs choose upper and lower bytes of the
+# magnitudes in bf16; a byte's sign is spread over another byte and masked.
+E2M1_WORDS = gl.constexpr(
+    """{
+    .reg .b32 c, d, h, l, m, n, s, w, zero;
+    mov.b32 zero, 0x80008000;
+    and.b32 c, $4, 0x77777777;
+    shr.u32 d, c, 16;
+    shl.b32 w, $4, 4;
+    prmt.b32 h, 0x3F3F3F00, 0x40404040, c;
+    prmt.b32 l, 0xC0800000, 0xC0804000, c;
+    prmt.b32 m, 0x3F3F3F00, 0x40404040, d;
+    prmt.b32 n, 0xC0800000, 0xC0804000, d;
+    prmt.b32 s, w, $4, 0xD9C8;
+    and.b32 s, s, 0x80808080;
+    or.b32 h, h, s;
+    prmt.b32 s, w, $4, 0xFBEA;
+    and.b32 s, s, 0x80808080;
+    or.b32 m, m, s;
+    prmt.b32 c, l, h, 0x5140;
+    prmt.b32 d, l, h, 0x7362;
+    prmt.b32 l, n, m, 0x5140;
+    prmt.b32 h, n, m, 0x7362;
+    fma.rn.bf16x2 $0, c, $5, zero;
+    fma.rn.bf16x2 $1, d, $5, zero;
+    fma.rn.bf16x2 $2, l, $5, zero;
+    fma.rn.bf16x2 $3, h, $5, zero;
+    }"""
+)
+
+as_words = getattr(gl.shared_memory_descriptor, "reinterpret", None) or (
+    gl.shared_memory_descriptor._reinterpret  # before Triton 3.9
+)
+
+
+# The compiler copies what constants are made from.
+ROWS = dict(FORMATS)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Where a piece of a row lies, in bytes of the row, and where it goes, in words of bf16.
+
+    Attributes:
+        blocks, words: G and B.
+        layout: of its codes; `keys` that of its keys.
+    """
+
+    codes_at: int
+    scales_at: int
+    goes_to: int
+    blocks: int
+    words: int
+    layout: Any
+    keys: Any
+
+
+@gluon.constexpr_function
+def pieces_of(form, warps):
+    """The coded channels of a format in pieces, the largest first."""
+    row = ROWS[form]
+    block_bytes = row.code_bytes // row.blocks
+    # Then a thread writes 16 bytes of bf16, beside those of its neighbours.
+    each = 2 if row.code == "e4m3" else 1
+    pieces, done = [], 0
+    while done < row.blocks:
+        blocks = 1 << (row.blocks - done).bit_length() - 1
+        along = block_bytes // 4 // each
+        across = min(blocks, 32 // along)
+        threads = [32 // (along * across), across, along]
+        layout = gl.BlockedLayout([1, 1, each], threads, [warps, 1, 1], [2, 1, 0])
+        pieces.append(
+            Piece(
+                done * block_bytes,
+                row.scales_at + done * row.scale_bytes // row.blocks,
+                done * row.block // 2,
+                blocks,
+                block_bytes // 4,
+                layout,
+                gl.SliceLayout(1, gl.SliceLayout(2, layout)),
+            )
+        )
+        done += blocks
+    return tuple(pieces)
+
+
+@gluon.constexpr_function
+def plain_layout(warps):
+    """Of 64 channels in bf16, which are 32 words."""
+    return gl.BlockedLayout([1, 4], [4, 8], [warps, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def plain_at(form):
+    """Where the channels in bf16 begin; -1 where there are none."""
+    return ROWS[form].plain_at if ROWS[form].plain else -1
+
+
+@gluon.constexpr_function
+def plain_goes_to(form, width):
+    """Word among the values to which the channels in bf16 go; -1 where they are no values."""
+    return ROWS[form].coded // 2 if ROWS[form].coded < width else -1
+
+
+@gluon.constexpr_function
+def code_of(form):
+    return ROWS[form].code
+
+
+@gluon.constexpr_function
+def scale_of(form):
+    return ROWS[form].scale
+
+
+@gluon.jit
+def listed(
+    tile, lists, BN: gl.constexpr, NEAR: gl.constexpr, FAR: gl.constexpr, layout: gl.constexpr
+):
+    """int32 [N]: cache rows of the keys of a tile, -1 where there is none.
+
+    Args:
+        lists: the two lists of this row and how long they are, the tile where the second one
+            begins, and the first tile that is not this split's.
+    """
+    near_list, far_list, near_columns, far_columns, near_tiles, stop = lists
+    place_N = tile * BN + gl.arange(0, BN, layout)
+    if NEAR and FAR:
+        is_near = tile < near_tiles
+        columns = gl.where(is_near, near_columns, far_columns)
+        place_N = gl.where(is_near, place_N, place_N - near_tiles * BN)
+        from_N = gl.where(is_near, near_list + place_N, far_list + place_N)
+    elif NEAR:
+        columns = near_columns
+        from_N = near_list + place_N
+    else:
+        columns = far_columns
+        place_N -= near_tiles * BN
+        from_N = far_list + place_N
+    inside_N = (place_N < columns) & (tile < stop)
+    # No cache has 2^31 rows: even of the shortest they would be 600 GB.
+    return gl.load(from_N, mask=inside_N, other=-1).to(gl.int32)
+
+
+@gluon.jit
+def addresses(row_N, tile, caches, near_tiles, NEAR: gl.constexpr, FAR: gl.constexpr):
+    """Where the rows of a tile begin in the cache that its list is for.
+
+    Args:
+        caches: the cache of each list and the distances of their rows.
+    """
+    near, far, near_stride, far_stride = caches
+    wide_N = row_N.to(gl.int64)
+    if NEAR and FAR:
+        is_near = tile < near_tiles
+        at_N = gl.where(is_near, near + wide_N * near_stride, far + wide_N * far_stride)
+    elif NEAR:
+        at_N = near + wide_N * near_stride
+    else:
+        at_N = far + wide_N * far_stride
+    return gl.multiple_of(at_N, 16)
+
+
+@gluon.jit
+def rows_in(rows_s, FORM: gl.constexpr, WARPS: gl.constexpr):
+    """Cache rows of a tile's keys in each layout that `fetch` wants."""
+    pieces: gl.constexpr = pieces_of(FORM, WARPS)
+    rows = ()
+    for i in gl.static_range(len(pieces)):
+        row_N = rows_s.load(pieces[i].keys)
+        rows = rows + (row_N,)  # type: ignore[assignment]  # noqa: RUF005
+    if plain_at(FORM) >= 0:
+        row_N = rows_s.load(gl.SliceLayout(1, plain_layout(WARPS)))
+        rows = rows + (row_N,)  # type: ignore[assignment]  # noqa: RUF005
+    return rows
+
+
+@gluon.jit
+def fetch_piece(at_N, there_N, P: gl.constexpr, SCALE: gl.constexpr):
+    """(codes int32 [N, G, B], scales [N, G]) of the rows at the addresses at_N as memory has them;
+    0 where there is no row."""
+    layout: gl.constexpr = P.layout
+    g_G = gl.arange(0, P.blocks, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
+    b_B = gl.arange(0, P.words, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
+    there_N1 = there_N[:, None]
+    codes_at_N = gl.multiple_of(at_N + P.codes_at, 16).to(gl.pointer_type(gl.int32))
+    codes_at_NG = codes_at_N[:, None] + (g_G * P.words)[None, :]
+    codes_at = codes_at_NG[:, :, None] + b_B[None, None, :]
+    codes_NGB = gl.load(codes_at, mask=there_N1[:, :, None], other=0)
+    scales_at_N = at_N + P.scales_at
+    if SCALE == "fp32":
+        scales_at_N = scales_at_N.to(gl.pointer_type(gl.int32))
+    scales_NG = gl.load(scales_at_N[:, None] + g_G[None, :], mask=there_N1, other=0)
+    return codes_NGB, scales_NG
+
+
+@gluon.jit
+def fetch(
+    tile, rows, caches, near_tiles, FORM: gl.constexpr, NEAR: gl.constexpr, FAR: gl.constexpr,
+    WARPS: gl.constexpr,
+):  # fmt: skip
+    """Bytes of a tile's keys in registers: of each piece codes and scales, then words [N, 32] that
+    are bf16; 0 where there is no key."""
+    pieces: gl.constexpr = pieces_of(FORM, WARPS)
+    raw = ()
+    for i in gl.static_range(len(pieces)):
+        at_N = addresses(rows[i], tile, caches, near_tiles, NEAR, FAR)
+        new = fetch_piece(at_N, rows[i] >= 0, pieces[i], scale_of(FORM))
+        raw = raw + (new,)  # type: ignore[assignment]  # noqa: RUF005
+    if plain_at(FORM) >= 0:
+        row_N = rows[len(pieces)]
+        at_N = addresses(row_N, tile, caches, near_tiles, NEAR, FAR)
+        at_N = gl.multiple_of(at_N + plain_at(FORM), 16).to(gl.pointer_type(gl.int32))
+        c_C = gl.arange(0, 32, gl.SliceLayout(0, plain_layout(WARPS)))
+        words = gl.load(at_N[:, None] + c_C[None, :], mask=(row_N >= 0)[:, None], other=0)
+        raw = raw + (words,)  # type: ignore[assignment]  # noqa: RUF005
+    return raw
+
+
+@gluon.jit
+def put(raw, k_w, x_w, FORM: gl.constexpr, D: gl.constexpr, WARPS: gl.constexpr):
+    """What was fetched, as bf16, into shared memory, which is seen as words of two channels.
+
+    Args:
+        k_w, x_w: for the D channels of values and for those behind them.
+    """
+    pieces: gl.constexpr = pieces_of(FORM, WARPS)
+    for i in gl.static_range(len(pieces)):
+        words = decoded(raw[i][0], raw[i][1], scale_of(FORM), code_of(FORM))
+        k_w.slice(pieces[i].goes_to, words.shape[1], 1).store(words)
+    if plain_at(FORM) >= 0:
+        if plain_goes_to(FORM, D) >= 0:
+            k_w.slice(plain_goes_to(FORM, D), 32, 1).store(raw[len(pieces)])
+        else:
+            x_w.store(raw[len(pieces)])
+
+
+@gluon.jit
+def scale_pairs(scales, SCALE: gl.constexpr):
+    """int32: each scale in bf16, exactly, twice."""
+    if SCALE == "fp32":
+        # A power of two, of which the lower half is 0; NaN has a bit in the upper half.
+        half = (scales >> 16) & 0xFFFF
+    elif SCALE == "e8m0":
+        wide = scales.to(gl.int32)
+        half = gl.where(wide == 0, 0x0040, gl.where(wide == 255, 0x7FC0, wide << 7))
+    else:
+        # e4m3 of 2^-9 to 448.
+        wide = scales.to(gl.int32)
+        number = ((wide & 0x7F) << 20).to(gl.float32, bitcast=True) * 1.329227995784916e36
+        number = gl.where((wide & 0x7F) == 0x7F, float("nan"), number)
+        half = (number.to(gl.int32, bitcast=True) >> 16) & 0xFFFF
+    return half | (half << 16)
+
+
+@gluon.jit
+def decoded(codes_NGB, scales_NG, SCALE: gl.constexpr, CODE: gl.constexpr):
+    """int32 [N, words] of a piece: two channels in bf16 a word."""
+    N: gl.constexpr = codes_NGB.shape[0]
+    CODES: gl.constexpr = codes_NGB.shape[1] * codes_NGB.shape[2]
+    pair_NG1 = scale_pairs(scales_NG, SCALE)[:, :, None]
+    if CODE == "e4m3":
+        first, second = gl.inline_asm_elementwise(
+            E4M3_WORDS, "=&r,=&r,r,r", [codes_NGB, pair_NG1], (gl.int32, gl.int32), True, 1
+        )  # fmt: skip
+        words_NW = gl.join(first, second).reshape([N, 2 * CODES])
+    else:
+        first, second, third, fourth = gl.inline_asm_elementwise(
+            E2M1_WORDS, "=&r,=&r,=&r,=&r,r,r", [codes_NGB, pair_NG1],
+            (gl.int32, gl.int32, gl.int32, gl.int32), True, 1,
+        )  # fmt: skip
+        # Pairs of pairs: the last index counts from 0 to 3.
+        even = gl.join(first, third)
+        odd = gl.join(second, fourth)
+        words_NW = gl.join(even, odd).reshape([N, 4 * CODES])
+    return words_NW
