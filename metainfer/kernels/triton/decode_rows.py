@@ -221,19 +221,20 @@ def rows_in(rows_s, FORM: gl.constexpr, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def fetch_piece(at_N, there_N, P: gl.constexpr, SCALE: gl.constexpr):
-    """(codes int32 [N, G, B], scales [N, G]) of the rows at the addresses at_N as memory has them;
-    0 where there is no row."""
-    layout: gl.constexpr = P.layout
-    g_G = gl.arange(0, P.blocks, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
-    b_B = gl.arange(0, P.words, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
+def fetch_piece(at_N, there_N, PLACE: gl.constexpr, FORM: gl.constexpr, WARPS: gl.constexpr):
+    """(codes int32 [N, G, B], scales [N, G]) of a piece of the rows at the addresses at_N as memory
+    has them; 0 where there is no row."""
+    pieces: gl.constexpr = pieces_of(FORM, WARPS)
+    layout: gl.constexpr = pieces[PLACE].layout
+    g_G = gl.arange(0, pieces[PLACE].blocks, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
+    b_B = gl.arange(0, pieces[PLACE].words, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
     there_N1 = there_N[:, None]
-    codes_at_N = gl.multiple_of(at_N + P.codes_at, 16).to(gl.pointer_type(gl.int32))
-    codes_at_NG = codes_at_N[:, None] + (g_G * P.words)[None, :]
+    codes_at_N = gl.multiple_of(at_N + pieces[PLACE].codes_at, 16).to(gl.pointer_type(gl.int32))
+    codes_at_NG = codes_at_N[:, None] + (g_G * pieces[PLACE].words)[None, :]
     codes_at = codes_at_NG[:, :, None] + b_B[None, None, :]
     codes_NGB = gl.load(codes_at, mask=there_N1[:, :, None], other=0)
-    scales_at_N = at_N + P.scales_at
-    if SCALE == "fp32":
+    scales_at_N = at_N + pieces[PLACE].scales_at
+    if scale_of(FORM) == "fp32":
         scales_at_N = scales_at_N.to(gl.pointer_type(gl.int32))
     scales_NG = gl.load(scales_at_N[:, None] + g_G[None, :], mask=there_N1, other=0)
     return codes_NGB, scales_NG
@@ -250,7 +251,7 @@ def fetch(
     raw = ()
     for i in gl.static_range(len(pieces)):
         at_N = addresses(rows[i], tile, caches, near_tiles, NEAR, FAR)
-        new = fetch_piece(at_N, rows[i] >= 0, pieces[i], scale_of(FORM))
+        new = fetch_piece(at_N, rows[i] >= 0, i, FORM, WARPS)
         raw = raw + (new,)  # type: ignore[assignment]  # noqa: RUF005
     if plain_at(FORM) >= 0:
         row_N = rows[len(pieces)]
