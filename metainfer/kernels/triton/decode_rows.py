@@ -169,22 +169,23 @@ def listed(
             begins, and the first tile that is not this split's.
     """
     near_list, far_list, near_columns, far_columns, near_tiles, stop = lists
-    place_N = tile * BN + gl.arange(0, BN, layout)
+    place = tile * BN
+    columns = far_columns
+    if FAR:
+        from_list = far_list
+        place -= near_tiles * BN
     if NEAR and FAR:
         is_near = tile < near_tiles
+        from_list = gl.where(is_near, near_list, far_list)
         columns = gl.where(is_near, near_columns, far_columns)
-        place_N = gl.where(is_near, place_N, place_N - near_tiles * BN)
-        from_N = gl.where(is_near, near_list + place_N, far_list + place_N)
+        place = gl.where(is_near, tile * BN, place)
     elif NEAR:
+        from_list = near_list
         columns = near_columns
-        from_N = near_list + place_N
-    else:
-        columns = far_columns
-        place_N -= near_tiles * BN
-        from_N = far_list + place_N
+    place_N = place + gl.arange(0, BN, layout)
     inside_N = (place_N < columns) & (tile < stop)
     # No cache has 2^31 rows: even of the shortest they would be 600 GB.
-    return gl.load(from_N, mask=inside_N, other=-1).to(gl.int32)
+    return gl.load(from_list + place_N, mask=inside_N, other=-1).to(gl.int32)
 
 
 @gluon.jit
@@ -195,14 +196,17 @@ def addresses(row_N, tile, caches, near_tiles, NEAR: gl.constexpr, FAR: gl.const
         caches: the cache of each list and the distances of their rows.
     """
     near, far, near_stride, far_stride = caches
-    wide_N = row_N.to(gl.int64)
     if NEAR and FAR:
         is_near = tile < near_tiles
-        at_N = gl.where(is_near, near + wide_N * near_stride, far + wide_N * far_stride)
+        cache = gl.where(is_near, near, far)
+        stride = gl.where(is_near, near_stride, far_stride)
     elif NEAR:
-        at_N = near + wide_N * near_stride
+        cache = near
+        stride = near_stride
     else:
-        at_N = far + wide_N * far_stride
+        cache = far
+        stride = far_stride
+    at_N = cache + row_N.to(gl.int64) * stride
     return gl.multiple_of(at_N, 16)
 
 
@@ -288,8 +292,8 @@ def scale_pairs(scales, SCALE: gl.constexpr):
         # A power of two, of which the lower half is 0; NaN has a bit in the upper half.
         half = (scales >> 16) & 0xFFFF
     elif SCALE == "e8m0":
-        wide = scales.to(gl.int32)
-        half = gl.where(wide == 0, 0x0040, gl.where(wide == 255, 0x7FC0, wide << 7))
+        # 0 is 2^-127. 255 becomes infinity, and all codes of its block are 0: their product is NaN.
+        half = gl.maximum(scales.to(gl.int32) << 7, 0x0040)
     else:
         # e4m3 of 2^-9 to 448.
         wide = scales.to(gl.int32)
