@@ -59,8 +59,8 @@ WRITE = Op(
         x_TD: [T, D] in the case's dtype; rows may lie apart.
         weight_D: fp32, as many as channels are normed; None without norm.
         rotation_TR2: fp32 [T, R / 2, 2], cosine and sine of each row's angles; None without rope.
-        cache: uint8 [M, row_bytes], or fp32 or bf16 [M, D] where dense. Written, padding included,
-            at the rows that are listed and nowhere else.
+        cache: uint8 [M, row_bytes], rows a multiple of 16 bytes apart; or fp32 or bf16 [M, D] where
+            dense. Written, padding included, at the rows that are listed and nowhere else.
         rows_T: int64 [T], the cache row of each row, all different; -1 for none.
 
     Returns:

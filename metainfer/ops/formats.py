@@ -78,6 +78,11 @@ class RowFormat:
     def scale_bytes(self) -> int:
         return self.blocks * SCALE_BYTES[self.scale]
 
+    @property
+    def zeros(self) -> int:
+        """Bytes of padding, behind the scales."""
+        return self.row_bytes - self.code_bytes - 2 * self.plain - self.scale_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class IndexFormat:

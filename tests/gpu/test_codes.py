@@ -1,4 +1,4 @@
-"""Codes of 8 and 4 bits in kernels, on this GPU."""
+"""Codes in kernels and kernels that encode, on this GPU, as its code or that of an older one."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from metainfer.kernels.platform import parse_capability
 from metainfer.kernels.triton.launch import JitLauncher, Launcher
-from tests.fakes.code_checks import CHECKS
+from metainfer.kernels.triton.portable import PtxLauncher
+from tests.fakes import code_checks, exact_checks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_codes(check: Callable[[Launcher, str], None]) -> None:
-    check(JitLauncher(), "cuda")
+@pytest.mark.parametrize(
+    "check", (*code_checks.CHECKS, *exact_checks.CHECKS), ids=lambda check: check.__name__
+)
+def test_codes(check: Callable[[Launcher, str], None], request: pytest.FixtureRequest) -> None:
+    code_for = request.config.getoption("as_target")
+    check(PtxLauncher(parse_capability(code_for)) if code_for else JitLauncher(), "cuda")

@@ -10,9 +10,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from metainfer.ops.formats import FP8_FLOOR
+from metainfer.ops.formats import FP4_FLOOR, FP8_FLOOR
 
 _FP8_FLOOR = tl.constexpr(FP8_FLOOR)
+_FP4_FLOOR = tl.constexpr(FP4_FLOOR)
 
 
 @triton.jit
@@ -123,3 +124,36 @@ def e4m3_groups(x, ROWS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
     scale = e8m0_of_amax(amax_bits(groups, 2), _FP8_FLOOR, "e4m3")
     scaled = groups * e8m0_inverse(scale)[:, :, None]
     return float_to_e4m3(tl.where((scale == 255)[:, :, None], 0.0, scaled), FP8), scale
+
+
+@triton.jit
+def e2m1_groups(x, ROWS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr):
+    """fp32 [ROWS, BLOCK] -> codes int32 [ROWS, BLOCK / GROUP, GROUP] and the bytes b of their
+    scales 2^(b - 127), int32 [ROWS, BLOCK / GROUP]; codes of zero and 255 for a group with NaN."""
+    groups = tl.reshape(x, (ROWS, BLOCK // GROUP, GROUP))
+    scale = e8m0_of_amax(amax_bits(groups, 2), _FP4_FLOOR, "e2m1")
+    scaled = groups * e8m0_inverse(scale)[:, :, None]
+    return float_to_e2m1(tl.where((scale == 255)[:, :, None], 0.0, scaled)), scale
+
+
+@triton.jit
+def e2m1_groups_by_e4m3(
+    x, ROWS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, FP8: tl.constexpr
+):
+    """As `e2m1_groups`, with uint8 scales in e4m3, and these as fp32 too."""
+    groups = tl.reshape(x, (ROWS, BLOCK // GROUP, GROUP))
+    bits = amax_bits(groups, 2)
+    none = bits > 0x7F800000
+    sixth = tl.div_rn(as_float(bits), tl.full([ROWS, BLOCK // GROUP], 6.0, tl.float32))
+    scale = float_to_e4m3(tl.where(none, 1.0, tl.maximum(sixth, 0.001953125)), FP8)
+    value = e4m3_to_float(scale, FP8)
+    scaled = tl.div_rn(groups, value[:, :, None])
+    codes = float_to_e2m1(tl.where(none[:, :, None], 0.0, scaled))
+    return codes, tl.where(none, 0x7F, scale).to(tl.uint8), tl.where(none, float("nan"), value)
+
+
+@triton.jit
+def packed_pairs(codes, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Codes of four bits -> uint8 [ROWS, BLOCK / 2], the even channel in the low nibble."""
+    even, odd = tl.split(tl.reshape(codes, (ROWS, BLOCK // 2, 2)))
+    return (even | (odd << 4)).to(tl.uint8)

@@ -45,7 +45,7 @@ def _rms_norm(
         residual = tl.load(residual_ptr + row * residual_stride + channel, ok, other=0.0)
         x = rounded(x + residual.to(tl.float32), sum_ptr)
         tl.store(sum_ptr + row * WIDTH + channel, x, ok)
-    y = rms_normed(x, weight_ptr, eps, BLOCK, WIDTH)
+    y = rms_normed(x, weight_ptr, eps, channel, WIDTH)
     if y_ptr is not None:
         tl.store(y_ptr + row * WIDTH + channel, rounded(y, y_ptr), ok)
     if codes_ptr is not None:

@@ -10,7 +10,7 @@ from metainfer.kernels.registry import Verdict, no
 from metainfer.kernels.triton.backend import Declared, on_gpu
 from metainfer.kernels.triton.codes import e4m3_groups, e8m0_to_float
 from metainfer.kernels.triton.launch import Launcher, casts_to_fp8
-from metainfer.kernels.triton.rows import rounded, row_tile, turned
+from metainfer.kernels.triton.rows import prepared, row_tile
 from metainfer.ops.base import Target
 from metainfer.ops.quantise import QuantiseFp8Case
 
@@ -37,15 +37,14 @@ def _quantise_fp8(
     """A row is one of the PIECES of a token, heads or parts of a long row, of WIDTH channels."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token, piece = row // PIECES, row % PIECES
+    x = prepared(
+        x_ptr + token.to(tl.int64) * x_stride + piece * WIDTH, token, row < rows,
+        None, None, rotation_ptr, 0.0,
+        WIDTH, "", 0, WIDTH - ROPE, ROPE, True, True, ROWS, BLOCK,
+    )  # fmt: skip
+    codes, scale = e4m3_groups(x, ROWS, BLOCK, GROUP, FP8)
     channel = tl.arange(0, BLOCK)[None, :]
     ok = (row < rows)[:, None] & (channel < WIDTH)
-    place = (piece * WIDTH)[:, None] + channel
-    x = tl.load(x_ptr + token.to(tl.int64)[:, None] * x_stride + place, ok, other=0.0)
-    x = x.to(tl.float32)
-    if rotation_ptr is not None:
-        x = turned(x, rotation_ptr, token, row < rows, ROWS, BLOCK, WIDTH - ROPE, ROPE, True, True)
-        x = rounded(x, x_ptr)
-    codes, scale = e4m3_groups(x, ROWS, BLOCK, GROUP, FP8)
     wide = row.to(tl.int64)[:, None]
     tl.store(codes_ptr + wide * WIDTH + channel, tl.reshape(codes, (ROWS, BLOCK)), ok)
     group = tl.arange(0, BLOCK // GROUP)[None, :]

@@ -9,7 +9,7 @@ import triton.language as tl
 from metainfer.kernels.registry import Verdict, no
 from metainfer.kernels.triton.backend import Declared, on_gpu
 from metainfer.kernels.triton.launch import Launcher
-from metainfer.kernels.triton.rows import layer_normed, rms_normed, rounded, row_tile, turned
+from metainfer.kernels.triton.rows import angles, prepared, refused_halves, row_tile
 from metainfer.ops.base import Target
 from metainfer.ops.rope import LayerNormRotateCase, NormRotateCase, RotateCase
 
@@ -38,18 +38,16 @@ def _norm_rotate(
 ):
     """WIDTH channels of each head, HEAD_STRIDE numbers apart."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    token, head = row // HEADS, row % HEADS
+    token = row // HEADS
+    wide, head = token.to(tl.int64), (row % HEADS) * HEAD_STRIDE
+    y = prepared(
+        x_ptr + wide * x_stride + head, token, row < rows,
+        weight_ptr, bias_ptr, rotation_ptr, eps,
+        WIDTH, NORM, WIDTH, FIRST, ROPE, INTERLEAVED, INVERSE, ROWS, BLOCK,
+    )  # fmt: skip
     channel = tl.arange(0, BLOCK)[None, :]
     ok = (row < rows)[:, None] & (channel < WIDTH)
-    place = (head * HEAD_STRIDE)[:, None] + channel
-    wide = token.to(tl.int64)[:, None]
-    x = tl.load(x_ptr + wide * x_stride + place, ok, other=0.0).to(tl.float32)
-    if NORM == "rms":
-        x = rounded(rms_normed(x, weight_ptr, eps, BLOCK, WIDTH), x_ptr)
-    elif NORM == "layer":
-        x = rounded(layer_normed(x, weight_ptr, bias_ptr, eps, BLOCK, WIDTH), x_ptr)
-    y = turned(x, rotation_ptr, token, row < rows, ROWS, BLOCK, FIRST, ROPE, INTERLEAVED, INVERSE)
-    tl.store(y_ptr + wide * y_stride + place, rounded(y, y_ptr), ok)
+    tl.store(y_ptr + (wide * y_stride + head)[:, None] + channel, y, ok)
 
 
 def rotate(
@@ -103,6 +101,7 @@ def _launch(
     """Channels from `first` on are rotated. The last argument: weight, bias and eps of the norm."""
     tokens, heads, width = x_THD.shape
     weight_D, bias_D, eps = weights
+    interleaved = getattr(case, "interleaved", True)
     tile = row_tile(launch, tokens * heads, width)
     launch(
         _norm_rotate,
@@ -110,7 +109,7 @@ def _launch(
         x_THD,
         weight_D,
         bias_D,
-        rotation_TR2,
+        angles(rotation_TR2, interleaved),
         y_THD,
         tokens * heads,
         x_THD.stride(0),
@@ -121,7 +120,7 @@ def _launch(
         WIDTH=width,
         FIRST=first,
         ROPE=case.rope_width,
-        INTERLEAVED=getattr(case, "interleaved", True),
+        INTERLEAVED=interleaved,
         INVERSE=getattr(case, "inverse", False),
         NORM=norm,
         ROWS=tile.rows,
@@ -130,24 +129,18 @@ def _launch(
     )
 
 
-def _has_halves(rope_width: int, first: int) -> Verdict | None:
-    """Why halves of the rotated channels cannot be taken apart in registers, if so."""
-    if rope_width & (rope_width - 1):
-        return no(f"rotates halves of a power of two of channels, not of {rope_width}")
-    if first % rope_width:
-        return no(f"rotates halves from a multiple of {rope_width} on, not from {first}")
-    return None
-
-
 def rotate_eligible(case: RotateCase, target: Target) -> Verdict:
-    refusal = None if case.interleaved else _has_halves(case.rope_width, 0)
-    return refusal or on_gpu(case, target)
+    return _eligible(case, case.rope_width, target)
 
 
 def layer_norm_rotate_eligible(case: LayerNormRotateCase, target: Target) -> Verdict:
-    first = 0 if case.leading else case.width - case.rope_width
-    refusal = None if case.interleaved else _has_halves(case.rope_width, first)
-    return refusal or on_gpu(case, target)
+    return _eligible(case, case.width, target)
+
+
+def _eligible(case: RotateCase | LayerNormRotateCase, width: int, target: Target) -> Verdict:
+    """For rows of `width` channels in registers."""
+    reason = "" if case.interleaved else refused_halves(case.rope_width, width)
+    return no(reason) if reason else on_gpu(case, target)
 
 
 BACKENDS = (

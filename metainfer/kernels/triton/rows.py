@@ -2,14 +2,14 @@
 program takes.
 
 A row is one head of one token; BLOCK is the width of a row, rounded up to a power of two, channels
-beyond the width are zero. Nothing here reads or writes x: kernels load a tile once, do all that
-their case asks, and store it.
+beyond the width are zero. Kernels load a tile once, do all that their case asks, and store it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 
@@ -19,7 +19,7 @@ from metainfer.kernels.triton.launch import Launcher
 _FEW, _MANY = 1024, 4096
 """Numbers of one program: little to wait for, or enough to hide the way to memory."""
 _FEW_PER_THREAD, _MANY_PER_THREAD = 8, 32
-_BUSY = 8  # programs a multiprocessor, from which on there are many
+_BUSY = 4  # programs a multiprocessor, from which on there are many
 
 _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
@@ -68,9 +68,12 @@ def rounded(x, pointer):
 
 
 @triton.jit
-def rms_normed(x, weight_ptr, eps, BLOCK: tl.constexpr, NORMED: tl.constexpr):
-    """The first NORMED channels over their root mean square, times a weight if there is one."""
-    channel = tl.arange(0, BLOCK)[None, :]
+def rms_normed(x, weight_ptr, eps, channel, NORMED: tl.constexpr):
+    """The first NORMED channels over their root mean square, times a weight if there is one.
+
+    Args:
+        channel: [1, BLOCK], which channel each column holds; all channels of a row are there once.
+    """
     inside = channel < NORMED
     squares = tl.where(inside, x * x, 0.0)
     y = x * tl.rsqrt(tl.sum(squares, 1) * (1.0 / NORMED) + eps)[:, None]
@@ -80,9 +83,8 @@ def rms_normed(x, weight_ptr, eps, BLOCK: tl.constexpr, NORMED: tl.constexpr):
 
 
 @triton.jit
-def layer_normed(x, weight_ptr, bias_ptr, eps, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
-    """The layer norm with weight and bias."""
-    channel = tl.arange(0, BLOCK)[None, :]
+def layer_normed(x, weight_ptr, bias_ptr, eps, channel, WIDTH: tl.constexpr):
+    """The layer norm with weight and bias; `channel` as above."""
     inside = channel < WIDTH
     centred = tl.where(inside, x - (tl.sum(x, 1) * (1.0 / WIDTH))[:, None], 0.0)
     y = centred * tl.rsqrt(tl.sum(centred * centred, 1) * (1.0 / WIDTH) + eps)[:, None]
@@ -100,42 +102,144 @@ def turned(
     BLOCK: tl.constexpr,
     FIRST: tl.constexpr,
     ROPE: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
     INVERSE: tl.constexpr,
 ):
-    """Channels FIRST .. FIRST + ROPE - 1 rotated by the angles of each row's token; the others as
-    they are.
+    """Channels FIRST .. FIRST + ROPE - 1, in pairs side by side, rotated by the angles of each
+    row's token; the others as they are.
 
     Args:
         rotation_ptr: fp32 [T, ROPE / 2, 2], cosine and sine.
         token, ok: [ROWS], the token of each row and whether there is one.
-        INTERLEAVED: pairs are channels side by side; otherwise halves of the rotated channels, of
-            which FIRST must be a multiple.
     """
-    if INTERLEAVED:
-        # Cosine and sine lie as the two channels of a pair do, so both tiles split alike.
-        channel = tl.arange(0, BLOCK)
-        inside = (channel >= FIRST) & (channel < FIRST + ROPE)
-        place = token[:, None] * ROPE + (channel - FIRST)[None, :]
-        angle = tl.load(rotation_ptr + place, ok[:, None] & inside[None, :], other=0.0)
-        cos, sin = tl.split(tl.reshape(angle, (ROWS, BLOCK // 2, 2)))
-        one, other = tl.split(tl.reshape(x, (ROWS, BLOCK // 2, 2)))
-        pair = 2 * tl.arange(0, BLOCK // 2)
-        rotates = ((pair >= FIRST) & (pair < FIRST + ROPE))[None, :]
-    else:
-        HALF: tl.constexpr = ROPE // 2
-        part = tl.arange(0, BLOCK // ROPE)[None, :, None]
-        rotates = part == FIRST // ROPE
-        place = token[:, None, None] * ROPE + 2 * tl.arange(0, HALF)[None, None, :]
-        cos = tl.load(rotation_ptr + place, ok[:, None, None], other=0.0)
-        sin = tl.load(rotation_ptr + place + 1, ok[:, None, None], other=0.0)
-        halves = tl.reshape(x, (ROWS, BLOCK // ROPE, 2, HALF))
-        one, other = tl.split(tl.permute(halves, (0, 1, 3, 2)))
+    # Cosine and sine lie as the two channels of a pair do, so both tiles split alike.
+    channel = tl.arange(0, BLOCK)
+    inside = (channel >= FIRST) & (channel < FIRST + ROPE)
+    place = token[:, None] * ROPE + (channel - FIRST)[None, :]
+    angle = tl.load(rotation_ptr + place, ok[:, None] & inside[None, :], other=0.0)
+    cos, sin = tl.split(tl.reshape(angle, (ROWS, BLOCK // 2, 2)))
+    one, other = tl.split(tl.reshape(x, (ROWS, BLOCK // 2, 2)))
     if INVERSE:
         sin = -sin
+    pair = 2 * tl.arange(0, BLOCK // 2)
+    rotates = ((pair >= FIRST) & (pair < FIRST + ROPE))[None, :]
     y_one = tl.where(rotates, one * cos - other * sin, one)
     y_other = tl.where(rotates, other * cos + one * sin, other)
-    y = tl.join(y_one, y_other)
-    if not INTERLEAVED:
-        y = tl.permute(y, (0, 1, 3, 2))
-    return tl.reshape(y, (ROWS, BLOCK))
+    return tl.reshape(tl.join(y_one, y_other), (ROWS, BLOCK))
+
+
+@triton.jit
+def partners(BLOCK: tl.constexpr, ROPE: tl.constexpr):
+    """int32 [1, BLOCK]: the other channel of each channel's pair where pairs are halves of the ROPE
+    channels that are rotated, from a multiple of ROPE on. Neighbours have neighbours."""
+    HALF: tl.constexpr = ROPE // 2
+    other = tl.arange(0, BLOCK) ^ HALF
+    return tl.max_contiguous(tl.multiple_of(other, HALF), HALF)[None, :]
+
+
+@triton.jit
+def halves_turned(
+    x,
+    partner,
+    rotation_ptr,
+    token,
+    ok,
+    BLOCK: tl.constexpr,
+    FIRST: tl.constexpr,
+    ROPE: tl.constexpr,
+    INVERSE: tl.constexpr,
+):
+    """As `turned`, for pairs (k, k + ROPE / 2).
+
+    Args:
+        partner: x of each channel's partner, a tile of its own.
+        rotation_ptr: int64 [T, ROPE / 2], the same cosines and sines, two in a number.
+    """
+    HALF: tl.constexpr = ROPE // 2
+    channel = tl.arange(0, BLOCK)
+    inside = ((channel >= FIRST) & (channel < FIRST + ROPE))[None, :]
+    angle = tl.max_contiguous(tl.multiple_of(channel & (HALF - 1), HALF), HALF)
+    place = token[:, None] * HALF + angle[None, :]
+    both = tl.load(rotation_ptr + place, ok[:, None] & inside, other=0)
+    cos, sin = as_float(both), as_float(both >> 32)
+    first = (channel & HALF)[None, :] == 0
+    sin = tl.where(first != INVERSE, -sin, sin)
+    return tl.where(inside, x * cos + partner * sin, x)
+
+
+@triton.jit
+def _normed(
+    x_row,
+    channel,
+    ok,
+    weight_ptr,
+    bias_ptr,
+    eps,
+    WIDTH: tl.constexpr,
+    NORM: tl.constexpr,
+    NORMED: tl.constexpr,
+):
+    """The given channels of rows, fp32, normed and rounded."""
+    here = ok[:, None] & (channel < WIDTH)
+    x = tl.load(x_row[:, None] + channel, here, other=0.0).to(tl.float32)
+    if NORM == "rms":
+        x = rounded(rms_normed(x, weight_ptr, eps, channel, NORMED), x_row)
+    elif NORM == "layer":
+        x = rounded(layer_normed(x, weight_ptr, bias_ptr, eps, channel, WIDTH), x_row)
+    return x
+
+
+@triton.jit
+def prepared(
+    x_row,
+    token,
+    ok,
+    weight_ptr,
+    bias_ptr,
+    rotation_ptr,
+    eps,
+    WIDTH: tl.constexpr,
+    NORM: tl.constexpr,
+    NORMED: tl.constexpr,
+    FIRST: tl.constexpr,
+    ROPE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    INVERSE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """fp32 [ROWS, BLOCK], rows of x normed and rotated as far as the case asks, rounded to the type
+    of x after each.
+
+    Args:
+        x_row, token, ok: [ROWS], pointer to each row, its token and whether there is one.
+        rotation_ptr: as `turned` or `halves_turned` wants it (`angles` on the host).
+        NORM: "rms" of the first NORMED channels, "layer", or "".
+        ROPE: channels that are rotated, from FIRST on; 0 for none.
+    """
+    channel = tl.arange(0, BLOCK)[None, :]
+    x = _normed(x_row, channel, ok, weight_ptr, bias_ptr, eps, WIDTH, NORM, NORMED)
+    if ROPE and INTERLEAVED:
+        y = turned(x, rotation_ptr, token, ok, ROWS, BLOCK, FIRST, ROPE, INVERSE)
+        x = rounded(y, x_row)
+    elif ROPE:
+        other = partners(BLOCK, ROPE)
+        partner = _normed(x_row, other, ok, weight_ptr, bias_ptr, eps, WIDTH, NORM, NORMED)
+        y = halves_turned(x, partner, rotation_ptr, token, ok, BLOCK, FIRST, ROPE, INVERSE)
+        x = rounded(y, x_row)
+    return x
+
+
+def angles(rotation_TR2: torch.Tensor | None, interleaved: bool) -> torch.Tensor | None:
+    """The rotation as kernels read it."""
+    if rotation_TR2 is None or interleaved:
+        return rotation_TR2
+    return rotation_TR2.view(torch.int64)
+
+
+def refused_halves(rope_width: int, width: int) -> str:
+    """Why halves of the rotated channels are not where kernels look for them; "" where they are."""
+    if rope_width & (rope_width - 1):
+        return f"rotates halves of a power of two of channels, not of {rope_width}"
+    if width % rope_width:
+        return f"rotates halves in rows of a multiple of {rope_width} channels, not of {width}"
+    return ""
