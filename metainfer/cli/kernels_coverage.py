@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,44 +94,47 @@ def run(terminal: Terminal, options: CoverageOptions) -> int:
             "the kernels for GPUs need triton, which is not installed",
             hint="pip install 'metainfer[kernels]'",
         )
-    reports = []
-    for report in _reports(terminal, options):
-        reports.append(report)
-        if not options.json:
-            terminal.data(coverage_text(report) + "\n")
+    reports = _reports(terminal, options)
     if options.json:
         terminal.data(json.dumps(reports, indent=1))
+    else:
+        terminal.data("\n\n".join(coverage_text(report) for report in reports))
     return 1 if any(report["uncovered"] for report in reports) else 0
 
 
-def _reports(terminal: Terminal, options: CoverageOptions) -> Iterator[dict[str, Any]]:
+def _reports(terminal: Terminal, options: CoverageOptions) -> list[dict[str, Any]]:
     """One for each target and layout."""
     from metainfer.arch.families import read_attention
     from metainfer.hardware.probe import probe
-    from metainfer.kernels.coverage import cover
+    from metainfer.kernels.coverage import Request, cover
     from metainfer.kernels.coverage_report import Subject, cards_that_ran, report
     from metainfer.ops.uses import uses_of
 
     model, part = options.model or SHIPPED_MODEL, options.part or ""
+    targets = options.targets or tuple(CARD_KINDS)
+    subjects = [
+        Subject(model, ranks, part, target, CARD_KINDS[target])
+        for target in targets
+        for ranks in options.tensor_parallel_sizes
+    ]
     longest = read_attention(model).max_model_len
-    layouts = [(ranks, uses_of(model, ranks, part)) for ranks in options.tensor_parallel_sizes]
+    uses = {ranks: uses_of(model, ranks, part) for ranks in options.tensor_parallel_sizes}
+    requests = [Request(uses[one.ranks], one.kind, longest) for one in subjects]
     workers = options.workers or probe().cpu.logical_cores
-    for target in options.targets or tuple(CARD_KINDS):
-        ran = cards_that_ran(target)
-        for ranks, uses in layouts:
-            subject = Subject(model, ranks, part, target, CARD_KINDS[target])
-            with terminal.progress(f"compiled for {target}", "pieces of code") as progress:
-                rows = cover(
-                    uses,
-                    subject.kind,
-                    workers,
-                    longest,
-                    options.kernel_order or "",
-                    options.prefill_rows,
-                    options.decode_batches,
-                    on_progress=progress.update,
-                )
-            yield report(subject, rows, ran)
+    with terminal.progress("compiled", "pieces of code") as progress:
+        found = cover(
+            requests,
+            workers,
+            options.kernel_order or "",
+            options.prefill_rows,
+            options.decode_batches,
+            on_progress=progress.update,
+        )
+    ran = {target: cards_that_ran(target) for target in targets}
+    return [
+        report(subject, rows, ran[subject.target])
+        for subject, rows in zip(subjects, found, strict=True)
+    ]
 
 
 VERB = Verb(

@@ -109,37 +109,58 @@ class _Recorded:
     problem: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Uses to cover on one kind of card.
+
+    Attributes:
+        longest: tokens of the longest sequence of the model.
+    """
+
+    uses: tuple[Use, ...]
+    kind: CardKind
+    longest: int = _TOKENS
+
+
 def cover(
-    uses: Sequence[Use],
-    kind: CardKind,
+    requests: Sequence[Request],
     workers: int,
-    longest: int = _TOKENS,
     order: str = "",
     prefill_rows: Sequence[int] = PREFILL_ROWS,
     decode_rows: Sequence[int] = DECODE_ROWS,
     cache: Path | None = None,
     on_progress: Progress | None = None,
-) -> tuple[Row, ...]:
-    """A row for every use and phase on one kind of card.
+) -> list[tuple[Row, ...]]:
+    """For each request a row for every use and phase.
 
     Args:
         workers: processes that compile.
-        longest: tokens of the longest sequence of the model.
         order: as `Registry.bind` takes it.
         prefill_rows, decode_rows: of the calls that are looked at, over a sequence of 131,072
             tokens or the longest.
         cache: as of `compile_all`.
     """
-    tokens = min(longest, _TOKENS)
-    loads = {
-        PREFILL: [Load(min(rows, tokens), tokens) for rows in prefill_rows],
-        DECODE: [Load(rows, tokens) for rows in decode_rows],
-    }
-    recorder = _Recorder(kind, loads, order)
-    found = [recorder.record(use, phase) for use in uses for phase in use.phases]
-    jobs = [(unit, kind.capability) for row in found for unit in row.units]
+    found = []
+    for request in requests:
+        tokens = min(request.longest, _TOKENS)
+        loads = {
+            PREFILL: [Load(min(rows, tokens), tokens) for rows in prefill_rows],
+            DECODE: [Load(rows, tokens) for rows in decode_rows],
+        }
+        recorder = _Recorder(request.kind, loads, order)
+        found.append([recorder.record(use, phase) for use in request.uses for phase in use.phases])
+    capabilities = [request.kind.capability for request in requests]
+    jobs = [
+        (unit, capability)
+        for capability, rows in zip(capabilities, found, strict=True)
+        for row in rows
+        for unit in row.units
+    ]
     outcomes = compile_all(jobs, workers, cache, on_progress)
-    return tuple(_row(row, kind.capability, outcomes) for row in found)
+    return [
+        tuple(_row(row, capability, outcomes) for row in rows)
+        for capability, rows in zip(capabilities, found, strict=True)
+    ]
 
 
 class _Recorder:

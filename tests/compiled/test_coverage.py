@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from metainfer.kernels import coverage
-from metainfer.kernels.coverage import Row, cover
+from metainfer.kernels.coverage import Request, Row, cover
 from metainfer.kernels.reference import BACKENDS as REFERENCES
 from metainfer.kernels.registry import Registry, no
 from metainfer.kernels.triton.backend import Declared, on_gpu
@@ -39,11 +39,12 @@ def covered(monkeypatch: Any, cache: Path, *backends: Declared, kind: str = "sm_
         return Registry((*(declared.bind(launch) for declared in backends), *REFERENCES))
 
     monkeypatch.setattr(coverage, "builtin_registry", registry)
-    return list(cover([NORM], CARD_KINDS[kind], 1, prefill_rows=(8192,), cache=cache))
+    (rows,) = cover([Request((NORM,), CARD_KINDS[kind])], 1, prefill_rows=(8192,), cache=cache)
+    return list(rows)
 
 
 def test_a_kernel_of_the_package_is_covered(tmp_path: Path) -> None:
-    rows = cover([NORM], CARD_KINDS["sm_89"], 1, cache=tmp_path)
+    (rows,) = cover([Request((NORM,), CARD_KINDS["sm_89"])], 1, cache=tmp_path)
     assert [row.phase for row in rows] == [PREFILL, DECODE]
     for row in rows:
         assert row.ok

@@ -57,7 +57,11 @@ def compile_all(
     outcomes: dict[Job, Outcome] = {}
     missing: dict[Job, Path] = {}
     for job in dict.fromkeys(jobs):
-        path = cache / f"{_key(*job)}.json"
+        try:
+            path = cache / f"{_key(*job)}.json"
+        except Exception as error:  # Triton reads the source to hash it, and may refuse it
+            outcomes[job] = _one_line(error, "")
+            continue
         known = _read(path)
         if known is None:
             missing[job] = path
