@@ -6,6 +6,7 @@ are exact and their sums are those of fp32.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,8 +22,22 @@ from metainfer.ops.base import Target
 from metainfer.ops.formats import INDEX_FORMATS
 from metainfer.ops.index_codes import IndexEncodeCase, IndexWriteCase
 
-_FEW_ROWS, _MANY_ROWS = 16, 64  # of a tile; a product has at least 16
-_PROGRAMS_PER_MULTIPROCESSOR = 4
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Attributes:
+    rows: of a tile; a product has at least 16.
+    num_warps: of a program.
+    programs: of a multiprocessor at most; each takes tiles in turn.
+    """
+
+    rows: int
+    num_warps: int
+    programs: int
+
+
+FEW = Share(16, 4, 4)
+MANY = Share(64, 8, 4)
 
 
 @triton.jit
@@ -164,11 +179,11 @@ def _launch(
     x: Any = inputs[0]
     rotation = angles(inputs[3], case.interleaved)
     rows = len(x) * heads
-    each = _tile_rows(launch, rows)
-    programs = triton.cdiv(rows, each)
+    share = MANY if rows >= MANY.rows * MANY.programs * launch.multiprocessors else FEW
+    programs = min(triton.cdiv(rows, share.rows), share.programs * launch.multiprocessors)
     launch(
         _encode,
-        (min(programs, _PROGRAMS_PER_MULTIPROCESSOR * launch.multiprocessors),),
+        (programs,),
         *inputs[:3],
         rotation,
         codes_MC,
@@ -189,16 +204,11 @@ def _launch(
         CODE=form.code,
         GROUP=form.block,
         FP32_SCALES=fp32_scales,
-        ROWS=each,
+        ROWS=share.rows,
         FP8=casts_to_fp8(launch),
         UPCAST=launch.interpreted or case.dtype == "float32",
-        num_warps=each // 8 if each == _MANY_ROWS else 4,
+        num_warps=share.num_warps,
     )
-
-
-def _tile_rows(launch: Launcher, rows: int) -> int:
-    many = rows >= _MANY_ROWS * _PROGRAMS_PER_MULTIPROCESSOR * launch.multiprocessors
-    return _MANY_ROWS if many else _FEW_ROWS
 
 
 def eligible(case: IndexWriteCase | IndexEncodeCase, target: Target) -> Verdict:

@@ -16,12 +16,28 @@ import triton.language as tl
 from metainfer.kernels.triton.codes import as_bits, as_float
 from metainfer.kernels.triton.launch import Launcher
 
-_FEW, _MANY = 1024, 4096
-"""Numbers of one program: little to wait for, or enough to hide the way to memory."""
-_FEW_PER_THREAD, _MANY_PER_THREAD = 8, 32
 _BUSY = 4  # programs a multiprocessor, from which on there are many
 
 _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a program gets.
+
+    Attributes:
+        numbers: of its rows, at least; a row is not divided.
+        per_thread: how many of them each thread holds.
+    """
+
+    numbers: int
+    per_thread: int
+
+
+FEW = Share(1024, 8)
+"""Where rows are few: little for each to wait for."""
+MANY = Share(4096, 32)
+"""Where rows are many: enough on the way from memory at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +64,10 @@ def row_tile(launch: Launcher, rows: int, width: int, least: int = 1) -> RowTile
         least: rows that a program must have, a power of two.
     """
     block = triton.next_power_of_2(width)
-    each, per_thread = max(least, _MANY // block), _MANY_PER_THREAD
+    share, each = MANY, max(least, MANY.numbers // block)
     if rows < each * _BUSY * launch.multiprocessors:
-        each, per_thread = max(least, _FEW // block), _FEW_PER_THREAD
-    warps = max(1, min(8, each * block // (32 * per_thread)))
+        share, each = FEW, max(least, FEW.numbers // block)
+    warps = max(1, min(8, each * block // (32 * share.per_thread)))
     return RowTile(each, block, triton.cdiv(rows, each), warps)
 
 
