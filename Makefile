@@ -9,7 +9,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo test test-gpu check bench docs clean
+.PHONY: help setup demo test test-gpu soak check bench docs clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -32,6 +32,11 @@ test: $(READY)  ## all tests that need no GPU
 
 test-gpu: $(READY)  ## the tests that need a GPU
 	$(PY) -m pytest tests/gpu
+
+soak: $(READY)  ## compile every attention kernel for every model, layout and card (half an hour)
+	for model in deepseek-v4-flash deepseek-v4.1-flash deepseek-v3.2 glm-5.3; do \
+	  $(PY) -m metainfer kernels coverage $$model --tensor-parallel-size 1 4 8 --part attention || exit 1; \
+	done
 
 check: $(READY)  ## lint, format, types, layers, generated docs
 	$(PY) -m ruff check .
