@@ -30,8 +30,8 @@ demo: $(READY)  ## serve the shipped model, ask it, measure it against transform
 test: $(READY)  ## all tests that need no GPU
 	$(PY) -m pytest tests/pure tests/cpu
 
-test-gpu: $(READY)  ## the tests that need a GPU (AS=sm_89: with the code of an older card)
-	$(PY) -m pytest tests/gpu $(if $(AS),--as $(AS))
+test-gpu: $(READY)  ## the tests that need a GPU (CODE=sm_89: with the code of that card)
+	$(PY) -m pytest tests/gpu $(if $(CODE),--as $(CODE))
 
 soak: $(READY)  ## compile every attention kernel for every model, layout and card (half an hour)
 	for model in deepseek-v4-flash deepseek-v4.1-flash deepseek-v3.2 glm-5.3; do \
