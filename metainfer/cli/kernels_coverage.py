@@ -16,6 +16,8 @@ from metainfer.ops.targets import CARD_KINDS
 from metainfer.ops.use import PARTS
 from metainfer.shipped import SHIPPED_MODEL
 
+_MOST_WORKERS = 16  # each has torch in memory
+
 
 def target_name(text: str) -> str:
     """ "sm_89", which may also be written 89."""
@@ -71,7 +73,9 @@ class CoverageOptions:
     kernel_order: str | None = flag(
         "--kernel-order", "Implementations to try, best first, as 'op=backend,backend;*=...'"
     )
-    workers: int | None = flag("--workers", "Processes that compile; one per core", unit="n")
+    workers: int | None = flag(
+        "--workers", "Processes that compile; one per core, at most 16", unit="n"
+    )
     json: bool = flag("--json", "Print all that was found as JSON", False)
 
     def __post_init__(self) -> None:
@@ -120,7 +124,7 @@ def _reports(terminal: Terminal, options: CoverageOptions) -> list[dict[str, Any
     longest = read_attention(model).max_model_len
     uses = {ranks: uses_of(model, ranks, part) for ranks in options.tensor_parallel_sizes}
     requests = [Request(uses[one.ranks], one.kind, longest) for one in subjects]
-    workers = options.workers or probe().cpu.logical_cores
+    workers = options.workers or min(_MOST_WORKERS, probe().cpu.logical_cores)
     with terminal.progress("compiled", "pieces of code") as progress:
         found = cover(
             requests,
