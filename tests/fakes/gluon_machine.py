@@ -3,8 +3,8 @@
 A kernel's Python is run as it stands, once per program, with the language replaced: tensors are
 torch tensors, layouts are ignored, shared memory is a tensor full of garbage. Loads and stores
 outside of a tensor fail. Copies into shared memory happen as late as they may: when they are waited
-for. Inline assembly is read word by word. What this cannot show is a missing barrier, and a layout
-that the compiler refuses.
+for; so are asynchronous products. Inline assembly is read word by word. What this cannot show is a
+missing barrier or fence, and a layout that the compiler refuses.
 """
 
 from __future__ import annotations
@@ -263,6 +263,27 @@ class Language:
     def mma_v2(self, one: Tensor, other: Tensor, acc: Tensor) -> Tensor:
         return Tensor(acc.data + one.data.float() @ other.data.float())
 
+    def warpgroup_mma(
+        self, one: Shared, other: Shared, acc: Any, use_acc: bool = True, is_async: bool = False
+    ) -> Callable[[], Tensor]:
+        """Multiplied when it is waited for: until then its operands must not change."""
+        assert is_async
+
+        def product() -> Tensor:
+            added = acc() if callable(acc) else acc
+            result = one.view.float() @ other.view.float()
+            return Tensor(result + added.data if use_acc else result)
+
+        return product
+
+    def warpgroup_mma_wait(self, left: int, deps: list[Callable[[], Tensor]]) -> Tensor:
+        assert left == 0
+        (product,) = deps
+        return product()
+
+    def fence_async_shared(self) -> None:
+        pass
+
     def inline_asm_elementwise(
         self,
         asm: str,
@@ -332,6 +353,15 @@ def assembly(text: str, outputs: int, words: list[torch.Tensor]) -> list[torch.T
     return [registers[f"${place}"] for place in range(outputs)]
 
 
+_REPLACED = frozenset(
+    {
+        "copy_async", "barrier", "mma_v2", "as_words", "warpgroup_mma", "warpgroup_mma_wait",
+        "fence_async_shared",
+    }
+)  # fmt: skip
+"""What modules import by name."""
+
+
 def _replaced(function: Any, language: Language, known: dict[Any, Any]) -> Any:
     """A kernel's Python with the language replaced, in all that it calls."""
     if function in known:
@@ -345,7 +375,7 @@ def _replaced(function: Any, language: Language, known: dict[Any, Any]) -> Any:
         value = names.get(name)
         if name in ("gl", "async_copy"):
             names[name] = language
-        elif name in ("copy_async", "barrier", "mma_v2", "as_words"):
+        elif name in _REPLACED:
             names[name] = getattr(language, name)
         elif isinstance(value, triton.language.constexpr):
             names[name] = value.value

@@ -1,7 +1,9 @@
 """attention.sparse_decode in Triton.
 
-Two kernels fulfil the contract; `tile_of` chooses from the case and the GPU alone:
-    mma: keys of 512 or 512 + 64 channels in bf16 or bytes, with mma.sync (`decode_mma`).
+Three kernels fulfil the contract; `tile_of` chooses from the case and the GPU alone:
+    wgmma: 64 heads of a row, asynchronous products (sm_90; `decode_wgmma`).
+    mma: keys of 512 or 512 + 64 channels in bf16 or bytes, 16 to 64 heads of a row, mma.sync
+        (`decode_mma`).
     plain: everything else: other widths, fp32, caches of another dtype than the queries, and
         Triton's interpreter.
 
@@ -23,13 +25,14 @@ from metainfer.kernels.triton.attention_merge import merge_into
 from metainfer.kernels.triton.backend import Declared
 from metainfer.kernels.triton.decode_mma import decode_mma
 from metainfer.kernels.triton.decode_plain import decode_plain
+from metainfer.kernels.triton.decode_wgmma import decode_wgmma
 from metainfer.kernels.triton.key_rows import format_constants
 from metainfer.kernels.triton.launch import Launcher, shared_limit
 from metainfer.ops.attention import DENSE, AttentionCase
 
-# In units of the time that one tile takes: the start and end of a program, a merge, and what each
-# split adds to it.
-_START, _MERGE, _SPLIT = 3.0, 4.0, 0.1
+# In keys, by the time that one takes: the start and end of a program, a merge, and what each split
+# adds to it.
+_START, _MERGE, _SPLIT = 100.0, 150.0, 4.0
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _GATHER_BYTES = 16
@@ -40,7 +43,7 @@ class Tile:
     """What one program holds, and how.
 
     Attributes:
-        kernel: "mma" or "plain".
+        kernel: "wgmma", "mma" or "plain".
         heads, keys: of a tile.
         resident: programs that a multiprocessor holds at a time.
         held, buffers, warps_m, step: as the constants of `decode_mma`.
@@ -66,6 +69,8 @@ def tile_of(case: AttentionCase, capability: tuple[int, int]) -> Tile:
     shared = shared_limit(capability)
     if case.heads <= 16:
         return Tile("mma", 16, 32, 4, resident=2 if shared > 200 * 1024 else 1)
+    if case.heads > 32 and capability == (9, 0):
+        return Tile("wgmma", 64, 64, 8)
     if case.heads > 32 and shared > 160 * 1024:
         return Tile("mma", 64, 32, 8, warps_m=4)
     return Tile("mma", 32, 32, 8, held=256, warps_m=2)
@@ -76,14 +81,15 @@ def plain_tile(case: AttentionCase) -> Tile:
     return Tile("plain", 16, 16 if case.dtype == "float32" else 32, 4)
 
 
-def splits_of(programs: int, tiles: int, places: int) -> int:
-    """Into how many parts the `tiles` of each of `programs` programs are split, where `places` run
-    at a time: what takes least time when a program takes as long as its tiles, and a bit."""
+def splits_of(programs: int, tiles: int, keys: int, places: int) -> int:
+    """Into how many parts the keys of each of `programs` programs, `tiles` of `keys`, are split
+    where `places` run at a time: what takes least time when a program takes as long as its keys,
+    and a bit."""
 
     def time(splits: int) -> float:
         waves = -(-programs * splits // places)
         merge = _MERGE + _SPLIT * splits if splits > 1 else 0.0
-        return waves * (_START + -(-tiles // splits)) + merge
+        return waves * (_START + -(-tiles // splits) * keys) + merge
 
     return min(range(1, max(1, min(tiles, 4 * places)) + 1), key=time)
 
@@ -110,7 +116,8 @@ def run(
     blocks = triton.cdiv(case.heads, tile.heads)
     if splits is None:
         tiles = triton.cdiv(window_columns, tile.keys) + triton.cdiv(entry_columns, tile.keys)
-        splits = splits_of(rows * blocks, tiles, launch.multiprocessors * tile.resident)
+        places = launch.multiprocessors * tile.resident
+        splits = splits_of(rows * blocks, tiles, tile.keys, places)
     out_THD = q_THK.new_empty(rows, case.heads, case.width)
     lse_TH = q_THK.new_empty(rows, case.heads, dtype=torch.float32) if case.lse else None
     part, part_lse = out_THD, lse_TH
@@ -152,14 +159,13 @@ def run(
         "LSE": part_lse is not None,
     }
     kernel: Any = decode_plain
+    if tile.kernel != "plain":
+        kernel = decode_wgmma
+        apart = case.window_format != case.entry_format and window_columns > 0 < entry_columns
+        constants.update(W_FORM=case.window_format, E_FORM=case.entry_format, APART=apart)
     if tile.kernel == "mma":
         kernel = decode_mma
         constants.update(
-            W_FORM=case.window_format,
-            E_FORM=case.entry_format,
-            APART=window_columns > 0
-            and entry_columns > 0
-            and case.window_format != case.entry_format,
             HELD=tile.held,
             BUFFERS=tile.buffers,
             WARPS=tile.warps,
@@ -168,7 +174,7 @@ def run(
         )
         if tile.registers:
             constants["maxnreg"] = tile.registers
-    else:
+    elif tile.kernel == "plain":
         constants.update(
             BD=max(16, triton.next_power_of_2(case.width)),
             BX=max(16, triton.next_power_of_2(case.rope_extra)),

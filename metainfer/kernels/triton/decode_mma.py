@@ -19,17 +19,17 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from metainfer.kernels.triton.decode_rows import (
-    addresses,
     as_words,
+    copy_keys,
     fetch,
+    leave,
     listed,
     put,
     rows_in,
+    sinks_of,
 )
 from metainfer.kernels.triton.prefill_keys import barrier, copy_async
 
-LOG2E = gl.constexpr(1.4426950408889634)
-LN2 = gl.constexpr(0.6931471805599453)
 DENSE = gl.constexpr("dense")
 
 
@@ -126,24 +126,6 @@ def attend_bytes(
         )  # fmt: skip
         row_N = listed(i + 4, lists, BN, NEAR, FAR, n_layout)
     return top_M, mass_MN, acc_MD
-
-
-@gluon.jit
-def copy_keys(
-    tile, rows_s, k_s, x_s, caches, near_tiles, D: gl.constexpr, EXTRA: gl.constexpr,
-    NEAR: gl.constexpr, FAR: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
-    """Start to copy a tile's keys, as a group."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
-    row_N = rows_s.load(gl.SliceLayout(1, layout))
-    at_N1 = addresses(row_N, tile, caches, near_tiles, NEAR, FAR)[:, None]
-    there_N1 = (row_N >= 0)[:, None]
-    d_D = gl.arange(0, D, gl.SliceLayout(0, layout))
-    copy_async(k_s, at_N1 + d_D[None, :], mask=there_N1)
-    if EXTRA > 0:
-        d_X = D + gl.arange(0, EXTRA, gl.SliceLayout(0, layout))
-        copy_async(x_s, at_N1 + d_X[None, :], mask=there_N1)
-    async_copy.commit_group()
 
 
 @gluon.jit
@@ -279,11 +261,7 @@ def decode_mma(  # noqa: PLR0915 (layouts tie all of it together)
         new = gl.load(held_MC, mask=(h_A < heads)[:, None], other=0.0)
         held = held + (new,)  # type: ignore[assignment]  # noqa: RUF005
 
-    h_S = h0 + gl.arange(0, M, gl.SliceLayout(1, s_layout))
-    sink_M = gl.full([M], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
-    if SINK:
-        is_first_M = (h_S < heads) & (split == 0)
-        sink_M = gl.load(sink + h_S, mask=is_first_M, other=float("-inf")) * LOG2E
+    sink_M = sinks_of(sink, h0, heads, split, M, SINK, gl.SliceLayout(1, s_layout))
     top_M = sink_M
     mass_MN = gl.zeros([M, BN], gl.float32, s_layout)
     acc_MD = gl.zeros([M, D], gl.float32, o_layout)
@@ -320,15 +298,7 @@ def decode_mma(  # noqa: PLR0915 (layouts tie all of it together)
             M, BN, D, EXTRA, KEPT, STEP, BUFFERS, FORM, WINDOW, ENTRIES, WARPS, s_layout, o_layout,
         )  # fmt: skip
 
-    # Where nothing is seen, top is -inf and acc 0.
-    safe_M = gl.where(top_M == float("-inf"), 0.0, top_M)
-    mass_M = gl.sum(mass_MN, 1) + gl.exp2(sink_M - safe_M)
-    mass_M = gl.where(mass_M > 0, mass_M, 1.0)
-    at = (split * rows + t) * heads
-    if LSE:
-        gl.store(lse + at + h_S, (top_M + gl.log2(mass_M)) * LN2, mask=h_S < heads)
-    acc_MD = acc_MD * gl.convert_layout(1 / mass_M, gl.SliceLayout(1, o_layout))[:, None]
-    h_O = h0 + gl.arange(0, M, gl.SliceLayout(1, o_layout))
-    d_O = gl.arange(0, D, gl.SliceLayout(0, o_layout))
-    to_MD = out + ((at + h_O) * D)[:, None] + d_O[None, :]
-    gl.store(to_MD, acc_MD.to(out.dtype.element_ty), mask=(h_O < heads)[:, None])
+    leave(
+        out, lse, (split * rows + t) * heads, h0, heads, top_M, mass_MN, sink_M, acc_MD, M, D, LSE,
+        s_layout, o_layout,
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Rows of caches for the decode kernel in Gluon: where a split's keys lie, and bytes to bf16.
+"""What the decode kernels in Gluon share: where a split's keys lie, bytes to bf16, sinks, results.
 
 Bytes go from memory into registers, one tile of keys before they are wanted, and from there as
 bf16 into shared memory. A row is taken in pieces of a power of two of blocks; a piece is [N, G, B]:
@@ -18,7 +18,9 @@ from typing import Any
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from metainfer.kernels.triton.prefill_keys import copy_async
 from metainfer.ops.formats import FORMATS
 
 # $2: four codes; $3: the scale twice. Codes become the upper bytes of halves; exponent and
@@ -78,6 +80,9 @@ as_words = getattr(gl.shared_memory_descriptor, "reinterpret", None) or (
     gl.shared_memory_descriptor._reinterpret  # before Triton 3.9
 )
 
+
+LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
 
 # The compiler copies what constants are made from.
 ROWS = dict(FORMATS)
@@ -211,6 +216,24 @@ def addresses(row_N, tile, caches, near_tiles, NEAR: gl.constexpr, FAR: gl.const
 
 
 @gluon.jit
+def copy_keys(
+    tile, rows_s, k_s, x_s, caches, near_tiles, D: gl.constexpr, EXTRA: gl.constexpr,
+    NEAR: gl.constexpr, FAR: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Start to copy a tile's keys, as a group."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    row_N = rows_s.load(gl.SliceLayout(1, layout))
+    at_N1 = addresses(row_N, tile, caches, near_tiles, NEAR, FAR)[:, None]
+    there_N1 = (row_N >= 0)[:, None]
+    d_D = gl.arange(0, D, gl.SliceLayout(0, layout))
+    copy_async(k_s, at_N1 + d_D[None, :], mask=there_N1)
+    if EXTRA > 0:
+        d_X = D + gl.arange(0, EXTRA, gl.SliceLayout(0, layout))
+        copy_async(x_s, at_N1 + d_X[None, :], mask=there_N1)
+    async_copy.commit_group()
+
+
+@gluon.jit
 def rows_in(rows_s, FORM: gl.constexpr, WARPS: gl.constexpr):
     """Cache rows of a tile's keys in each layout that `fetch` wants."""
     pieces: gl.constexpr = pieces_of(FORM, WARPS)
@@ -324,3 +347,35 @@ def decoded(codes_NGB, scales_NG, SCALE: gl.constexpr, CODE: gl.constexpr):
         odd = gl.join(second, fourth)
         words_NW = gl.join(even, odd).reshape([N, 4 * CODES])
     return words_NW
+
+
+@gluon.jit
+def sinks_of(sink, h0, heads, split, M: gl.constexpr, SINK: gl.constexpr, layout: gl.constexpr):
+    """fp32 [M]: sinks times log2(e) of the heads from h0 on in the first split, else -inf."""
+    sink_M = gl.full([M], float("-inf"), gl.float32, layout)
+    if SINK:
+        h_M = h0 + gl.arange(0, M, layout)
+        is_first_M = (h_M < heads) & (split == 0)
+        sink_M = gl.load(sink + h_M, mask=is_first_M, other=float("-inf")) * LOG2E
+    return sink_M
+
+
+@gluon.jit
+def leave(
+    out, lse, at, h0, heads, top_M, mass_MN, sink_M, acc_MD,
+    M: gl.constexpr, D: gl.constexpr, LSE: gl.constexpr, s_layout: gl.constexpr,
+    o_layout: gl.constexpr,
+):  # fmt: skip
+    """Write the results of the heads from h0 on, of which head 0 has the place `at`."""
+    h_S = h0 + gl.arange(0, M, gl.SliceLayout(1, s_layout))
+    # Where nothing is seen, top is -inf and acc 0.
+    safe_M = gl.where(top_M == float("-inf"), 0.0, top_M)
+    mass_M = gl.sum(mass_MN, 1) + gl.exp2(sink_M - safe_M)
+    mass_M = gl.where(mass_M > 0, mass_M, 1.0)
+    if LSE:
+        gl.store(lse + at + h_S, (top_M + gl.log2(mass_M)) * LN2, mask=h_S < heads)
+    acc_MD = acc_MD * gl.convert_layout(1 / mass_M, gl.SliceLayout(1, o_layout))[:, None]
+    h_O = h0 + gl.arange(0, M, gl.SliceLayout(1, o_layout))
+    d_O = gl.arange(0, D, gl.SliceLayout(0, o_layout))
+    to_MD = out + ((at + h_O) * D)[:, None] + d_O[None, :]
+    gl.store(to_MD, acc_MD.to(out.dtype.element_ty), mask=(h_O < heads)[:, None])
