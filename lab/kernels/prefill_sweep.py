@@ -73,38 +73,15 @@ def tiles(case: AttentionCase, capability: tuple[int, int]) -> list[Tile]:
     found = [tile_of(case, capability)]
     if case.entry_format != "dense":
         return found
-    wide = capability == (9, 0)
-    if case.heads > 32 and wide:
-        found += [
-            Tile("wgmma", 64, 64, 8),
-            Tile("late", 64, 64, 8),
-            Tile("mma", 64, 32, 8, warps_m=4),
-            Tile("mma", 64, 32 if case.rope_extra else 64, 8, warps_m=4, split=False),
-        ]
-    if case.heads > 32 and not wide:
-        found += [
-            Tile("mma", 64, 32, 8, held=held, warps_m=4, split=split)
-            for held in ((384,) if case.rope_extra else (320, 384))
-            for split in (False, True)
-        ]
-    if case.heads > 16 and (case.heads <= 32 or not wide):
-        found += [
-            Tile("mma", 32, 32, 8, held=512, warps_m=2, split=False),
-            Tile("mma", 32, 32, 8, held=512, warps_m=2),
-            Tile("mma", 32, 32, 8, held=512, buffers=3, warps_m=2),
-            Tile("mma", 32, 32, 8, held=256, warps_m=2),
-        ]
-    if case.heads <= 32:
-        found += [
-            Tile("mma", 16, 32, 4),
-            Tile("mma", 16, 32, 4, split=False),
-            Tile("mma", 16, 32, 4, held=512),
-            Tile("mma", 16, 32, 4, held=512, buffers=3),
-            Tile("mma", 16, 32, 4, buffers=3),
-            Tile("mma", 16, 64, 8, held=512),
-        ]
-    found = list(dict.fromkeys(found))
-    return found if case.topk else found[:3]
+    found += [
+        Tile("pairs", heads, keys, warps, stages)
+        for heads in ((16,) if case.heads <= 16 else (16, 32, 64))
+        for keys in (16, 32)
+        for warps in (4, 8)
+        for stages in (1, 2, 3)
+        if heads * warps >= 64 and heads * warps <= 512
+    ]
+    return list(dict.fromkeys(found))
 
 
 def launcher(portable: str) -> Any:

@@ -1,5 +1,9 @@
 """Every Triton backend in the interpreter against the reference, at every small case and variant of
-inputs, as code for a GPU with e4m3 and for one without; tests/gpu does the same on a GPU."""
+inputs, as code for a GPU with e4m3 and for one without; tests/gpu does the same on a GPU.
+
+The interpreter takes a twentieth of a second for one program of attention over keys of 512
+channels: such cases run with few rows here.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +23,17 @@ REGISTRIES = {
     capability: Registry((*triton_backends(JitLauncher(capability, 4)), *REFERENCE_BACKENDS))
     for capability in CAPABILITIES
 }
+WIDE = 512
+FEW_ROWS = (
+    *("0 rows", "1 rows", "5 rows", "short halo", "long halo", "fp32 entries"),  # prefill
+    *("3 rows", "one full row", "no columns", "fp32 caches"),  # decode
+)
+
+
+def is_wide(op: str, case: object) -> bool:
+    return op.startswith("attention.sparse") and getattr(case, "width", 0) >= WIDE
+
+
 ROUNDS = [
     pytest.param(declared.op, declared.name, case, capability, id=f"{declared.op}-{n}-{capability}")
     for declared in DECLARED
@@ -36,6 +51,8 @@ def test_backend_fulfils_the_contract(
     if not verdict:
         pytest.skip(verdict.reason)
     for variant in VARIANTS[op]:
+        if is_wide(op, case) and variant not in FEW_ROWS:
+            continue
         try:
             check(registry, op, backend, case, variant)
         except Exception as error:

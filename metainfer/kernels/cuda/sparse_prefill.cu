@@ -84,7 +84,8 @@ __device__ __forceinline__ int64 row_in(const Arguments& a, const Row& r, bool o
     const int64 back = WINDOW - 1 - entry;
     return back <= r.position ? r.latent - back : -1;
   }
-  return entry >= 0 && entry < r.seen ? a.entry_rows[r.table + entry] : -1;
+  if (entry < 0 || entry >= r.seen) return -1;
+  return a.entry_rows ? a.entry_rows[r.table + entry] : r.table + entry;
 }
 
 __device__ __forceinline__ void store_channels(uint32 to, const float (&v)[8]) {

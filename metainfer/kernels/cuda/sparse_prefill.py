@@ -11,6 +11,7 @@ from metainfer.kernels.cuda.program import CudaKernel, compiler
 from metainfer.kernels.registry import YES, Verdict, no
 from metainfer.kernels.triton.backend import Declared
 from metainfer.kernels.triton.launch import Launcher
+from metainfer.kernels.triton.prefill_entries import readable
 from metainfer.ops.attention import DENSE, AttentionCase
 from metainfer.ops.base import Target
 
@@ -64,11 +65,11 @@ def sparse_prefill(
     rows, device = len(q_THK), q_THK.device
     out_THD = torch.empty(rows, case.heads, case.width, dtype=torch.bfloat16, device=device)
     lse_TH = torch.empty(rows, case.heads, device=device) if case.lse else None
-    entry_format, table_width, ratio = 0, 0, 0
-    if entries is not None and entry_rows_BE is not None:
-        dense = case.entry_format == DENSE
-        entry_format = _DENSE[entries.dtype] if dense else _FORMATS[case.entry_format]
-        table_width, ratio = entry_rows_BE.shape[1], case.ratio
+    read = readable(launch, case, positions_T, entries, entry_rows_BE, sequence_T)
+    entry_format = 0
+    if read.rows is not None:
+        dense = read.coded == DENSE
+        entry_format = _DENSE[read.rows.dtype] if dense else _FORMATS[read.coded]
     head_blocks = case.heads // _HEADS
     launch.cuda(
         KERNEL,
@@ -78,17 +79,17 @@ def sparse_prefill(
         latents_ND,
         latent_rows_T,
         sink_H,
-        entries,
-        entry_rows_BE,
+        read.rows,
+        None if read.table is None else read.table.contiguous(),
         sequence_T,
-        selected_TK,
+        None if selected_TK is None else selected_TK.contiguous(),
         out_THD,
         lse_TH,
         rows,
         head_blocks,
-        table_width,
+        read.columns,
         selected_TK.shape[1] if selected_TK is not None else 0,
-        ratio,
+        case.ratio if read.rows is not None else 0,
         case.score_scale * _LOG2E,
         shared_bytes=shared_bytes(case),
         ROPE_EXTRA=case.rope_extra,

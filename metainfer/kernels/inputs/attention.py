@@ -48,9 +48,10 @@ def sparse_prefill(
     shuffled: bool = False,
 ) -> Call:
     """`rows` consecutive rows of each of some sequences, those of the first from the position
-    `start` on and of each further one from one 7 higher; `halo` latents of each lie before them."""
+    `start` on and of each further one from one 7 higher; `halo` latents of each, or as
+    many as are seen, lie before them."""
     starts = [start + 7 * number for number in range(sequences)]
-    halos = [max(0, min(at, case.window - 1) if halo is None else halo) for at in starts]
+    halos = [max(0, min(at, case.window - 1), halo or 0) for at in starts]
     order = torch.arange(rows * sequences)
     if shuffled:
         order = draw.distinct(1, rows * sequences, rows * sequences)[0].cpu()

@@ -20,7 +20,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from metainfer.kernels.triton.prefill_keys import copy_async
+from metainfer.kernels.triton.gluon_names import copy_async
 from metainfer.ops.formats import FORMATS
 
 # $2: four codes; $3: the scale twice. Codes become the upper bytes of halves; exponent and

@@ -30,7 +30,7 @@ from metainfer.kernels.triton.decode_rows import (
     rows_in,
     sinks_of,
 )
-from metainfer.kernels.triton.prefill_keys import barrier, copy_async
+from metainfer.kernels.triton.gluon_names import barrier, copy_async
 
 DENSE = gl.constexpr("dense")
 WARPS = gl.constexpr(8)

@@ -11,7 +11,10 @@ import triton
 import triton.language as tl
 
 from metainfer.kernels.triton.key_rows import key_rows
-from metainfer.kernels.triton.prefill_keys import LISTS, NUMBERS
+
+# Parameters for which there is one code, whatever their values.
+NUMBERS = ("columns", "table_stride", "selected_stride")
+LISTS = ("positions", "latent_rows", "sink", "table", "sequence", "selected", "lse")
 
 
 @triton.jit
