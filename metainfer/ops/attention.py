@@ -218,8 +218,10 @@ _SMALL_DECODE = (
     *_SMALL,
     AttentionCase(2, 512, 8, 4, 6, window_format="v4_fp8", entry_format="v4_fp8", lse=True),
     AttentionCase(2, 512, 8, ratio=2, topk=6, window_format="v41_fp8", entry_format="v41_fp4"),
-    AttentionCase(2, 512, 8, window_format="v4_fp8"),
-    AttentionCase(2, 512, 0, 1, 6, rope_extra=64, entry_format="mla_fp8", sink=False),
+    AttentionCase(20, 512, 0, 1, 6, rope_extra=64, entry_format="mla_fp8", sink=False),
+    # Whole groups of heads.
+    AttentionCase(64, 512, 8, 4, 6, window_format="v4_fp8", entry_format="v4_fp8"),
+    AttentionCase(64, 512, 8, ratio=4, topk=6, lse=True),
 )
 _SMALL_MERGE = (MergeCase(3, 24, dtype="float32"), MergeCase(2, 64))
 
