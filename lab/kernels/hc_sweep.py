@@ -72,7 +72,7 @@ def few_rows() -> list[Way]:
     for rows in (1, 16, 64):
         for slices, step in ((128, 128), (64, 256), (64, 128), (256, 64)):
             tiles = hc.tiles_of(rows, 4 * 4096, step, slices)
-            run = partial(hc.mix_in_two, tiles=tiles)
+            run = partial(hc.mix, tiles=tiles)
             ways.append(Way("hc.mix_norm", V4, rows, f"two launches {short(tiles)}", run, hc.prepare_mix))
         ways.append(Way("hc.mix", V4, rows, "table", hc.mix, hc.prepare_mix))
         for slices, step in ((160, 32), (80, 64), (80, 32), (40, 64)):
@@ -83,29 +83,19 @@ def few_rows() -> list[Way]:
 
 
 def many_rows() -> list[Way]:
-    """Prefill: one launch, two launches, two launches for chunks that a cache holds."""
+    """Prefill: two launches, and two for chunks that a cache holds."""
     mix = partial(Way, "hc.mix", V4)
     tiles = hc.tiles_of(8192, 4 * 4096, 64, 128)
     ways = [
         mix(512, "table", hc.mix, hc.prepare_mix),
-        mix(512, "one launch", hc.mix_in_order, hc.prepare_mix),
         mix(8192, "table", hc.mix, hc.prepare_mix),
-        mix(8192, f"two launches {short(tiles)}", partial(hc.mix_in_two, tiles=tiles), hc.prepare_mix),
+        mix(8192, f"two launches {short(tiles)}", partial(hc.mix, tiles=tiles), hc.prepare_mix),
         mix(8192, "chunks of 768", partial(in_chunks, 768), hc.prepare_mix),
     ]
-    for height, splits, stages, lag in (
-        (64, 16, 4, 8),
-        (64, 16, 4, 11),
-        (64, 16, 4, 20),
-        (64, 16, 3, 14),
-        (64, 16, 5, 11),
-        (64, 8, 4, 12),
-        (128, 16, 3, 6),
-        (128, 16, 3, 9),
-    ):
-        tiles = hc.tiles_in_order(V4, height, splits, stages)
-        run = partial(hc.mix_in_order, tiles=tiles, lag=lag)
-        ways.append(mix(8192, f"one launch, lag {lag} {short(tiles)}", run, hc.prepare_mix))
+    for height, warps, stages in ((64, 8, 4), (64, 4, 3), (128, 8, 3), (128, 4, 3)):
+        tall = replace(tiles, rows=height, warps=warps, stages=stages)
+        run = partial(hc.mix, tiles=tall)
+        ways.append(mix(8192, f"two launches {short(tall)}", run, hc.prepare_mix))
     ways.append(Way("hc.mix_norm", V4, 8192, "table", hc.mix, hc.prepare_mix))
     for step, stages, warps in ((32, 3, 4), (32, 2, 4), (32, 4, 4), (32, 3, 8), (16, 4, 4)):
         tiles = replace(hc.tiles_of(8192, 5120, step, 128, 4), stages=stages, warps=warps)
@@ -117,7 +107,7 @@ def many_rows() -> list[Way]:
 def in_chunks(
     chunk: int, launch: Launcher, case: HyperCase, weights: hc.Mixes, streams_TSD: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    parts = [hc.mix_in_two(launch, case, weights, part) for part in streams_TSD.split(chunk)]
+    parts = [hc.mix(launch, case, weights, part) for part in streams_TSD.split(chunk)]
     return tuple(torch.cat(columns) for columns in zip(*parts, strict=True))
 
 

@@ -4,79 +4,23 @@ exact the two bf16 parts of fn are."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
-from metainfer.kernels.compare import Poisoned
 from metainfer.kernels.inputs import hc as inputs
 from metainfer.kernels.inputs.base import Draw
 from metainfer.kernels.reference import hc as reference
 from metainfer.kernels.reference.norm import rms_norm
 from metainfer.kernels.triton import hc
 from metainfer.kernels.triton.launch import JitLauncher
-from metainfer.ops.catalogue import OPS
 from metainfer.ops.hc import HyperCase
 from metainfer.ops.norm import RmsNormCase
-from tests.fakes.op_checks import assert_near
 
 LAUNCH = JitLauncher((9, 0), 4)
 BF16 = HyperCase(4, 64)
 FP32 = HyperCase(2, 40, iterations=3, stream_dtype="float32", dtype="float32")
 WIDE = HyperCase(4, 300, iterations=3)
-
-
-class Noted:
-    """A launcher that notes the names of kernels."""
-
-    capability, multiprocessors, interpreted = (9, 0), 132, True
-
-    def __init__(self) -> None:
-        self.kernels: list[str] = []
-
-    def __call__(self, kernel: Any, grid: Any, *arguments: Any, **named: Any) -> None:
-        self.kernels.append(kernel.__name__)
-
-
-@pytest.mark.parametrize(
-    ("case", "rows", "normed"),
-    [
-        (BF16, 130, True),
-        (BF16, 64, False),
-        (BF16, 0, False),
-        (WIDE, 70, True),
-        (FP32, 1, False),
-        (FP32, 67, True),
-    ],
-)
-def test_one_launch_for_many_rows_returns_what_the_reference_does(
-    case: HyperCase, rows: int, normed: bool
-) -> None:
-    maker, op = (inputs.mix_norm, "hc.mix_norm") if normed else (inputs.mix, "hc.mix")
-    call = maker(case, Draw(3), rows)
-    expected = (reference.mix_norm if normed else reference.mix)(
-        case, call.weights, *call.arguments
-    )
-    with Poisoned():
-        mixes = hc.prepare_mix(case, *call.weights)
-        found = hc.mix_in_order(LAUNCH, case, mixes, *call.arguments)
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours.dtype == theirs.dtype
-        assert_near(ours, theirs, OPS[op].tolerance.of(case.dtype))
-
-
-def test_more_rows_than_a_cache_holds_take_one_launch() -> None:
-    case = HyperCase(4, 4096)
-    for rows, kernels in (
-        (1, ["mix_partials", "mix_finish"]),
-        (768, ["mix_partials", "mix_finish"]),
-        (8192, ["mix_in_order"]),
-    ):
-        launch = Noted()
-        call = inputs.mix(case, Draw(0, "meta"), rows)
-        hc.mix(launch, case, hc.prepare_mix(case, *call.weights), *call.arguments)
-        assert launch.kernels == kernels
 
 
 @pytest.mark.parametrize("rows", [1, 3, 16, 17, 64, 65, 700, 8192])

@@ -20,16 +20,14 @@ TURNS = 5
 
 
 @pytest.mark.parametrize("rows", [1, 64, 2000])
-def test_one_launch_is_right_and_the_same_every_time(
-    rows: int, request: pytest.FixtureRequest
-) -> None:
+def test_mix_is_right_and_the_same_every_time(rows: int, request: pytest.FixtureRequest) -> None:
     code_for = request.config.getoption("as_target")
     launch = PtxLauncher(parse_capability(code_for)) if code_for else JitLauncher()
     case = HyperCase(4, 4096)
     call = inputs.mix_norm(case, Draw(1, "cuda", in_place=True), rows)
     mixes = hc.prepare_mix(case, *call.weights)
     with Poisoned():
-        turns = [hc.mix_in_order(launch, case, mixes, *call.arguments) for _ in range(TURNS)]
+        turns = [hc.mix(launch, case, mixes, *call.arguments) for _ in range(TURNS)]
     expected = reference.mix_norm(case, call.weights, *call.arguments)
     for place, theirs in enumerate(expected):
         found = near(turns[0][place], theirs, MIX_NORM.tolerance.of(case.dtype))

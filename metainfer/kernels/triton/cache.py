@@ -15,7 +15,7 @@ from metainfer.kernels.triton.codes import (
     e8m0_to_float,
     packed_pairs,
 )
-from metainfer.kernels.triton.launch import Launcher, casts_to_fp8
+from metainfer.kernels.triton.launch import Launcher
 from metainfer.kernels.triton.rows import RowTile, prepared, rounded, row_tile
 from metainfer.ops.cache import DENSE, CacheWriteCase
 from metainfer.ops.formats import FORMATS
@@ -77,7 +77,6 @@ def _write_codes(
     ZEROS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    FP8: tl.constexpr,
 ):
     """codes_ptr, scales_ptr and plain_ptr are the first row's codes, scales and bf16 channels, each
     in a type of its own; rows are `pieces` times 16 bytes apart; ZEROS bytes follow the scales."""
@@ -94,13 +93,13 @@ def _write_codes(
     channel = tl.arange(0, BLOCK)[None, :]
     coded = channel < CODED
     if CODE == "e4m3":
-        codes, scale = e4m3_groups(x, ROWS, BLOCK, GROUP, FP8)
+        codes, scale = e4m3_groups(x, ROWS, BLOCK, GROUP)
         value = e8m0_to_float(scale)
-        numbers = e4m3_to_float(codes, FP8) * value[:, :, None]
+        numbers = e4m3_to_float(codes, False) * value[:, :, None]
         kept = tl.reshape(codes, (ROWS, BLOCK))
         tl.store(codes_ptr + place * 16 + channel, kept, listed & coded)
     else:
-        codes, scale, value = e2m1_groups_by_e4m3(x, ROWS, BLOCK, GROUP, FP8)
+        codes, scale, value = e2m1_groups_by_e4m3(x, ROWS, BLOCK, GROUP)
         numbers = e2m1_to_float(codes) * value[:, :, None]
         pair = tl.arange(0, BLOCK // 2)[None, :]
         kept = packed_pairs(codes, ROWS, BLOCK)
@@ -175,7 +174,6 @@ def write(
         GROUP=form.block,
         FP32_SCALES=fp32_scales,
         ZEROS=form.zeros,
-        FP8=casts_to_fp8(launch),
         **_constants(case, tile),
     )
     return y_TD

@@ -1,8 +1,9 @@
 """Codes of 8 and 4 bits in kernels: to fp32 and back, exactly, with and without a type for them.
 
-Bytes are uint8 tensors. `FP8` says whether the code may use e4m3 as a type (`launch.has_fp8` to
-decode, `launch.casts_to_fp8` to encode); without it bits are moved by integers, which every GPU and
-the interpreter do alike. Meanings, ties and what NaN becomes: `ops/formats.py`.
+Bytes are uint8 tensors. `FP8` says whether decoding may use e4m3 as a type (`launch.has_fp8`);
+without it bits are moved by integers, which every GPU and the interpreter do alike. Encoding always
+does: Triton's cast of fp32 to e4m3 rounds twice on GPUs (seen on an H200). Meanings, ties and what
+NaN becomes: `ops/formats.py`.
 """
 
 from __future__ import annotations
@@ -42,19 +43,16 @@ def e4m3_to_float(codes, FP8: tl.constexpr):
 
 
 @triton.jit
-def float_to_e4m3(x, FP8: tl.constexpr):
+def float_to_e4m3(x):
     """fp32 that is no NaN -> uint8, to nearest, ties to even, saturating."""
-    if FP8:
-        return tl.clamp(x, -448.0, 448.0).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    else:
-        bits = as_bits(x)
-        sign = (bits >> 24) & 0x80
-        magnitude = tl.minimum(tl.abs(x), 448.0)
-        kept = as_bits(magnitude)
-        normal = ((kept + 0x7FFFF + ((kept >> 20) & 1)) >> 20) - (120 << 3)
-        # Below 2^-6 codes are multiples of 2^-9; so are floats from 2^14 to 2^15.
-        small = as_bits(magnitude + 16384.0) - 0x46800000
-        return (tl.where(magnitude < 0.015625, small, normal) | sign).to(tl.uint8)
+    bits = as_bits(x)
+    sign = (bits >> 24) & 0x80
+    magnitude = tl.minimum(tl.abs(x), 448.0)
+    kept = as_bits(magnitude)
+    normal = ((kept + 0x7FFFF + ((kept >> 20) & 1)) >> 20) - (120 << 3)
+    # Below 2^-6 codes are multiples of 2^-9; so are floats from 2^14 to 2^15.
+    small = as_bits(magnitude + 16384.0) - 0x46800000
+    return (tl.where(magnitude < 0.015625, small, normal) | sign).to(tl.uint8)
 
 
 @triton.jit
@@ -117,13 +115,13 @@ def e8m0_inverse(scale):
 
 
 @triton.jit
-def e4m3_groups(x, ROWS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, FP8: tl.constexpr):
+def e4m3_groups(x, ROWS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr):
     """fp32 [ROWS, BLOCK] -> codes uint8 [ROWS, BLOCK / GROUP, GROUP] and the bytes b of their
     scales 2^(b - 127), int32 [ROWS, BLOCK / GROUP]; codes of zero and 255 for a group with NaN."""
     groups = tl.reshape(x, (ROWS, BLOCK // GROUP, GROUP))
     scale = e8m0_of_amax(amax_bits(groups, 2), _FP8_FLOOR, "e4m3")
     scaled = groups * e8m0_inverse(scale)[:, :, None]
-    return float_to_e4m3(tl.where((scale == 255)[:, :, None], 0.0, scaled), FP8), scale
+    return float_to_e4m3(tl.where((scale == 255)[:, :, None], 0.0, scaled)), scale
 
 
 @triton.jit
@@ -137,16 +135,14 @@ def e2m1_groups(x, ROWS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr)
 
 
 @triton.jit
-def e2m1_groups_by_e4m3(
-    x, ROWS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, FP8: tl.constexpr
-):
+def e2m1_groups_by_e4m3(x, ROWS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr):
     """As `e2m1_groups`, with uint8 scales in e4m3, and these as fp32 too."""
     groups = tl.reshape(x, (ROWS, BLOCK // GROUP, GROUP))
     bits = amax_bits(groups, 2)
     none = bits > 0x7F800000
     sixth = tl.div_rn(as_float(bits), tl.full([ROWS, BLOCK // GROUP], 6.0, tl.float32))
-    scale = float_to_e4m3(tl.where(none, 1.0, tl.maximum(sixth, 0.001953125)), FP8)
-    value = e4m3_to_float(scale, FP8)
+    scale = float_to_e4m3(tl.where(none, 1.0, tl.maximum(sixth, 0.001953125)))
+    value = e4m3_to_float(scale, False)
     scaled = tl.div_rn(groups, value[:, :, None])
     codes = float_to_e2m1(tl.where(none[:, :, None], 0.0, scaled))
     return codes, tl.where(none, 0x7F, scale).to(tl.uint8), tl.where(none, float("nan"), value)

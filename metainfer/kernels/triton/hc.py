@@ -1,10 +1,10 @@
 """Hyper-connections in Triton.
 
 `hc.mix` is two steps: products of the streams with fn, in slices (bound by reading the streams),
-then Sinkhorn's rounds and the collapse, which read the streams again. Up to CACHED_BYTES of streams
-they are two launches, and the second finds the streams in the cache. More rows are one launch in
-which both steps follow each other closely (`hc_mix.mix_in_order`). The shifted form collapses
-within the first step and reads the streams once.
+then Sinkhorn's rounds and the collapse, which read the streams again: of few rows from the cache.
+(One launch in which both steps follow each other closely through tickets took 279 us for 8,192 rows
+on an H200, two launches 182.) The shifted form collapses within the first step and reads the
+streams once.
 
 fn is kept as two bf16 parts (the nearest bf16, and the nearest of what is left) where the streams
 are bf16: products are then exact, and fn is off by 2^-18 of itself at most. With fp32 streams fn
@@ -24,12 +24,9 @@ from metainfer.kernels.registry import Verdict, no
 from metainfer.kernels.triton import hc_mix, hc_rows
 from metainfer.kernels.triton.backend import Declared, on_gpu
 from metainfer.kernels.triton.hc_rows import rows_of, warps_of
-from metainfer.kernels.triton.launch import Launcher, shared_limit
+from metainfer.kernels.triton.launch import Launcher
 from metainfer.ops.base import Target
 from metainfer.ops.hc import HyperCase
-
-CACHED_BYTES = 24 * 2**20
-"""Streams of so many bytes stay in the cache of all but the smallest GPUs between two launches."""
 
 _FEW_ROWS = 64  # one tile, whose slices are one step each
 _SLICES = 128  # programs that share the first step of few rows
@@ -47,7 +44,7 @@ class Mixes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How the first step of few rows, or of many in `mix_in_order`, is cut.
+    """How the first step is cut.
 
     Attributes:
         rows, channels: of one tile and one step of its product.
@@ -108,21 +105,13 @@ def _parts(case: HyperCase, fn_MK: torch.Tensor, scale_M: torch.Tensor) -> torch
 
 
 def mix(
-    launch: Launcher, case: HyperCase, weights: Mixes, streams_TSD: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`hc.mix`, and `hc.mix_norm` where the weights hold a norm's."""
-    in_order = streams_TSD.nbytes > CACHED_BYTES
-    return (mix_in_order if in_order else mix_in_two)(launch, case, weights, streams_TSD)
-
-
-def mix_in_two(
     launch: Launcher,
     case: HyperCase,
     weights: Mixes,
     streams_TSD: torch.Tensor,
     tiles: Tiles | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The same in two launches, for any number of rows; `tiles` for experiments."""
+    """`hc.mix`, and `hc.mix_norm` where the weights hold a norm's; `tiles` for experiments."""
     u_TD, post_TS, comb_TSS = _results(case, streams_TSD)
     _collapse(launch, case, weights, streams_TSD, u_TD, post_TS, comb_TSS, tiles)
     return u_TD, post_TS, comb_TSS
@@ -232,75 +221,6 @@ def _finishing(case: HyperCase, rows: int, mixes: bool, collapses: bool) -> int:
     """Programs of the second step."""
     mixing = triton.cdiv(rows, _mixed_rows(rows)) if mixes else 0
     return mixing + (triton.cdiv(rows, rows_of(case)) if collapses else 0)
-
-
-def mix_in_order(
-    launch: Launcher,
-    case: HyperCase,
-    weights: Mixes,
-    streams_TSD: torch.Tensor,
-    tiles: Tiles | None = None,
-    lag: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The same in one launch, for any number of rows; `tiles` and `lag` for experiments."""
-    rows, mixes = len(streams_TSD), len(weights.base_M)
-    u_TD, post_TS, comb_TSS = _results(case, streams_TSD)
-    tiles = tiles or tiles_in_order(case)
-    lag = lag or _lag(launch, tiles.splits)
-    columns, count = _columns(mixes, 1), triton.cdiv(rows, tiles.rows)
-    each = tiles.rows // tiles.splits
-    launch(
-        hc_mix.mix_in_order,
-        ((count + lag) * 2 * tiles.splits if rows else 0,),
-        streams_TSD,
-        weights.parts_PMK,
-        streams_TSD.new_empty(rows, tiles.splits, columns, dtype=torch.float32),
-        torch.zeros(1 + count, dtype=torch.int32, device=streams_TSD.device),
-        weights.base_M,
-        weights.norm_weight_D,
-        u_TD,
-        post_TS,
-        comb_TSS,
-        rows,
-        lag,
-        case.norm_eps,
-        case.eps,
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
-        ITERATIONS=case.iterations,
-        R=each,
-        RC=min(each, rows_of(case)),
-        S=case.streams,
-        D=case.width,
-        BD=triton.next_power_of_2(case.width),
-        M=mixes,
-        SPLITS=tiles.splits,
-        BP=tiles.splits,
-        KS=tiles.slice,
-        EVEN=tiles.even,
-        BM=tiles.rows,
-        BN=columns,
-        BK=tiles.channels,
-        PARTS=len(weights.parts_PMK),
-        NORM=weights.norm_weight_D is not None,
-        UPCAST=launch.interpreted,
-    )
-    return u_TD, post_TS, comb_TSS
-
-
-def tiles_in_order(case: HyperCase, rows: int = 64, splits: int = 16, stages: int = 4) -> Tiles:
-    """For `mix_in_order`, where rows must be a multiple of splits, both powers of two."""
-    channels, step = case.streams * case.width, _step(case, 64)
-    per_slice = triton.cdiv(triton.cdiv(channels, step), splits)
-    even = splits * per_slice * step == channels
-    return Tiles(rows, step, splits, per_slice * step, even, 8, stages)
-
-
-def _lag(launch: Launcher, splits: int) -> int:
-    """Tiles by which the second step follows the first, so that it seldom waits: of the programs
-    that run at once, half do slices of the first step."""
-    programs = 2 if shared_limit(launch.capability) < 128 * 1024 else 3
-    return triton.cdiv(launch.multiprocessors * programs, 2 * splits) + 2
 
 
 def mix_shifted(

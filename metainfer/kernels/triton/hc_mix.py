@@ -192,55 +192,6 @@ def mix_finish(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["T", "lag"])
-def mix_in_order(
-    streams, parts, partials, tickets, base, norm_weight, u, post, comb, T, lag, norm_eps, eps,
-    ITERATIONS: tl.constexpr, R: tl.constexpr, RC: tl.constexpr, S: tl.constexpr, D: tl.constexpr,
-    BD: tl.constexpr, M: tl.constexpr, SPLITS: tl.constexpr, BP: tl.constexpr, KS: tl.constexpr,
-    EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr,
-    NORM: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
-    """Both steps in one launch, for more rows than a cache holds: the second reads a row's streams
-    while they are still in the cache.
-
-    Programs take numbered tickets, in turn a slice of the product of tile n and R rows of the
-    second step of tile n - lag. A ticket of the second step waits until all slices of its tile are
-    done. Those have lower tickets, so running programs hold them, and they wait for nobody.
-
-    Args:
-        tickets: int32 [1 + tiles], zeros: tickets taken, and slices done by tile.
-    """
-    ticket = tl.atomic_add(tickets, 1, sem="relaxed")
-    turn = ticket // (2 * SPLITS)
-    within = ticket % (2 * SPLITS)
-    tiles = tl.cdiv(T, BM)
-    if within % 2 == 0:
-        if turn < tiles:
-            mix_tile(
-                streams, parts, partials, turn, within // 2, T, S * D, M, SPLITS, KS, EVEN,
-                BM, BN, BK, PARTS, UPCAST,
-            )  # fmt: skip
-            tl.debug_barrier()  # all threads have stored before one tells of it
-            tl.atomic_add(tickets + 1 + turn, 1, sem="release")
-    else:
-        tile = turn - lag
-        first = tile * BM + (within // 2) * R
-        if (tile >= 0) & (first < T):
-            done = tl.atomic_add(tickets + 1 + tile, 0, sem="acquire")
-            while done < SPLITS:
-                done = tl.atomic_add(tickets + 1 + tile, 0, sem="acquire")
-            tl.debug_barrier()
-            finish_mixes(
-                partials, base, None, post, comb, first, T, norm_eps, eps, ITERATIONS, R, S * D,
-                S, M, SPLITS, BP, BN, False,
-            )  # fmt: skip
-            for r in range(0, R, RC):
-                collapse_rows(
-                    streams, partials, base, norm_weight, u, first + r, T, norm_eps, eps,
-                    RC, S, D, BD, M, SPLITS, BP, BN, NORM,
-                )  # fmt: skip
-
-
 @triton.jit(do_not_specialize=["T"])
 def shifted_partials(
     streams, parts, given, partials, u, T,

@@ -15,8 +15,14 @@ import triton.language as tl
 
 from metainfer.kernels.registry import Verdict, no
 from metainfer.kernels.triton.backend import Declared, on_gpu
-from metainfer.kernels.triton.codes import e2m1_groups, e4m3_groups, e8m0_to_float, packed_pairs
-from metainfer.kernels.triton.launch import Launcher, casts_to_fp8
+from metainfer.kernels.triton.codes import (
+    as_float,
+    e2m1_groups,
+    e4m3_groups,
+    e8m0_to_float,
+    packed_pairs,
+)
+from metainfer.kernels.triton.launch import Launcher
 from metainfer.kernels.triton.rows import angles, prepared, refused_halves
 from metainfer.ops.base import Target
 from metainfer.ops.formats import INDEX_FORMATS
@@ -41,24 +47,28 @@ MANY = Share(64, 8, 4)
 
 
 @triton.jit
-def hadamard_signs(WIDTH: tl.constexpr):
-    """fp32 [WIDTH, WIDTH], (-1)^(number of bits that row and column share); WIDTH up to 256."""
+def hadamard_signs(WIDTH: tl.constexpr, FP32: tl.constexpr):
+    """[WIDTH, WIDTH] in fp32 or bf16, (-1)^(number of bits that row and column share), put together
+    as bits; WIDTH up to 256."""
     shared = tl.arange(0, WIDTH)[:, None] & tl.arange(0, WIDTH)[None, :]
     shared = shared ^ (shared >> 4)
     shared = shared ^ (shared >> 2)
     shared = shared ^ (shared >> 1)
-    return (1 - 2 * (shared & 1)).to(tl.float32)
+    if FP32:
+        return as_float(0x3F800000 | (shared << 31))
+    else:
+        return (0x3F80 | ((shared & 1) << 15)).to(tl.uint16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
 def _coded(
     x, codes_ptr, scales_ptr, place, ok, codes_stride, scales_stride,
     CODE: tl.constexpr, GROUP: tl.constexpr, FP32_SCALES: tl.constexpr,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, FP8: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Encode a tile and store its codes and scales at rows `place`, int64 [ROWS, 1]."""
     if CODE == "e4m3":
-        codes, scale = e4m3_groups(x, ROWS, WIDTH, GROUP, FP8)
+        codes, scale = e4m3_groups(x, ROWS, WIDTH, GROUP)
         channel = tl.arange(0, WIDTH)[None, :]
         kept = tl.reshape(codes, (ROWS, WIDTH))
         tl.store(codes_ptr + place * codes_stride + channel, kept, ok)
@@ -96,15 +106,12 @@ def _encode(
     GROUP: tl.constexpr,
     FP32_SCALES: tl.constexpr,
     ROWS: tl.constexpr,
-    FP8: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """A row is one of HEADS heads of a token; it is written at its own number, or at rows_ptr's.
     Programs take tiles in turn, so that each makes the matrix once."""
     if HADAMARD:
-        signs = hadamard_signs(WIDTH)
-        if not UPCAST:
-            signs = signs.to(tl.bfloat16)
+        signs = hadamard_signs(WIDTH, UPCAST)
     for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
         row = tile * ROWS + tl.arange(0, ROWS)
         token, head = row // HEADS, row % HEADS
@@ -125,7 +132,7 @@ def _encode(
             place = tl.where(row < rows, row, -1).to(tl.int64)[:, None]
         _coded(
             x, codes_ptr, scales_ptr, place, place >= 0, codes_stride, scales_stride,
-            CODE, GROUP, FP32_SCALES, ROWS, WIDTH, FP8,
+            CODE, GROUP, FP32_SCALES, ROWS, WIDTH,
         )  # fmt: skip
 
 
@@ -205,7 +212,6 @@ def _launch(
         GROUP=form.block,
         FP32_SCALES=fp32_scales,
         ROWS=share.rows,
-        FP8=casts_to_fp8(launch),
         UPCAST=launch.interpreted or case.dtype == "float32",
         num_warps=share.num_warps,
     )

@@ -137,8 +137,3 @@ def shared_limit(capability: tuple[int, int]) -> int:
 def has_fp8(launch: Launcher) -> bool:
     """Whether the code may use e4m3 as a type; older GPUs decode its bytes with integers."""
     return launch.capability >= (8, 9)
-
-
-def casts_to_fp8(launch: Launcher) -> bool:
-    """Whether a cast may encode e4m3; the interpreter's cast rounds otherwise than GPUs do."""
-    return has_fp8(launch) and not launch.interpreted

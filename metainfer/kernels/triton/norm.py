@@ -11,7 +11,7 @@ import triton.language as tl
 from metainfer.kernels.reference.dtypes import TORCH_DTYPES
 from metainfer.kernels.triton.backend import Declared
 from metainfer.kernels.triton.codes import e4m3_groups, e8m0_to_float
-from metainfer.kernels.triton.launch import Launcher, casts_to_fp8
+from metainfer.kernels.triton.launch import Launcher
 from metainfer.kernels.triton.rows import rms_normed, rounded, row_tile
 from metainfer.ops.norm import AddRmsNormCase, RmsNormCase, RmsNormFp8Case
 
@@ -34,7 +34,6 @@ def _rms_norm(
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
     E8M0: tl.constexpr,
-    FP8: tl.constexpr,
 ):
     """residual_ptr, sum_ptr, y_ptr and codes_ptr with scales_ptr are None where nobody asks."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
@@ -49,7 +48,7 @@ def _rms_norm(
     if y_ptr is not None:
         tl.store(y_ptr + row * WIDTH + channel, rounded(y, y_ptr), ok)
     if codes_ptr is not None:
-        codes, scale = e4m3_groups(rounded(y, x_ptr), ROWS, BLOCK, GROUP, FP8)
+        codes, scale = e4m3_groups(rounded(y, x_ptr), ROWS, BLOCK, GROUP)
         tl.store(codes_ptr + row * WIDTH + channel, tl.reshape(codes, (ROWS, BLOCK)), ok)
         group = tl.arange(0, BLOCK // GROUP)[None, :]
         kept = scale.to(tl.uint8) if E8M0 else e8m0_to_float(scale)
@@ -124,7 +123,6 @@ def _launch(
         BLOCK=tile.block,
         GROUP=group,
         E8M0=getattr(case, "scale", "") == "e8m0",
-        FP8=casts_to_fp8(launch),
         num_warps=tile.num_warps,
     )
 

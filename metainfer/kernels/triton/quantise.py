@@ -9,7 +9,7 @@ import triton.language as tl
 from metainfer.kernels.registry import Verdict, no
 from metainfer.kernels.triton.backend import Declared, on_gpu
 from metainfer.kernels.triton.codes import e4m3_groups, e8m0_to_float
-from metainfer.kernels.triton.launch import Launcher, casts_to_fp8
+from metainfer.kernels.triton.launch import Launcher
 from metainfer.kernels.triton.rows import prepared, row_tile
 from metainfer.ops.base import Target
 from metainfer.ops.quantise import QuantiseFp8Case
@@ -32,7 +32,6 @@ def _quantise_fp8(
     E8M0: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    FP8: tl.constexpr,
 ):
     """A row is one of the PIECES of a token, heads or parts of a long row, of WIDTH channels."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -42,7 +41,7 @@ def _quantise_fp8(
         None, None, rotation_ptr, 0.0,
         WIDTH, "", 0, WIDTH - ROPE, ROPE, True, True, ROWS, BLOCK,
     )  # fmt: skip
-    codes, scale = e4m3_groups(x, ROWS, BLOCK, GROUP, FP8)
+    codes, scale = e4m3_groups(x, ROWS, BLOCK, GROUP)
     channel = tl.arange(0, BLOCK)[None, :]
     ok = (row < rows)[:, None] & (channel < WIDTH)
     wide = row.to(tl.int64)[:, None]
@@ -81,7 +80,6 @@ def fp8(
         E8M0=case.scale == "e8m0",
         ROWS=tile.rows,
         BLOCK=tile.block,
-        FP8=casts_to_fp8(launch),
         num_warps=tile.num_warps,
     )
     return codes_TI, scales_TG
