@@ -43,16 +43,22 @@ def e4m3_to_float(codes, FP8: tl.constexpr):
 
 
 @triton.jit
+def _nearest(magnitude, MANTISSA: tl.constexpr, NORMAL: tl.constexpr):
+    """fp32 >= 0 -> int32, the code of a float with MANTISSA bits of mantissa; NORMAL are the bits of
+    its smallest normal number in fp32. To nearest, ties to even."""
+    # Steps between codes are those between floats 23 - MANTISSA powers of two higher up.
+    SHIFT: tl.constexpr = 23 - MANTISSA
+    power = tl.maximum(as_bits(magnitude) & 0x7F800000, NORMAL)
+    above = power + (SHIFT << 23)
+    steps = as_bits(magnitude + as_float(above)) - above
+    return steps + ((power - NORMAL) >> SHIFT)
+
+
+@triton.jit
 def float_to_e4m3(x):
     """fp32 that is no NaN -> uint8, to nearest, ties to even, saturating."""
-    bits = as_bits(x)
-    sign = (bits >> 24) & 0x80
-    magnitude = tl.minimum(tl.abs(x), 448.0)
-    kept = as_bits(magnitude)
-    normal = ((kept + 0x7FFFF + ((kept >> 20) & 1)) >> 20) - (120 << 3)
-    # Below 2^-6 codes are multiples of 2^-9; so are floats from 2^14 to 2^15.
-    small = as_bits(magnitude + 16384.0) - 0x46800000
-    return (tl.where(magnitude < 0.015625, small, normal) | sign).to(tl.uint8)
+    code = _nearest(tl.minimum(tl.abs(x), 448.0), 3, 0x3C800000)  # 2^-6
+    return (code | ((as_bits(x) >> 24) & 0x80)).to(tl.uint8)
 
 
 @triton.jit
@@ -66,13 +72,8 @@ def e2m1_to_float(codes):
 @triton.jit
 def float_to_e2m1(x):
     """fp32 that is no NaN -> int32 of 0 .. 15, to nearest, ties to even, saturating."""
-    sign = (as_bits(x) >> 28) & 8
-    magnitude = tl.minimum(tl.abs(x), 6.0)
-    kept = as_bits(magnitude)
-    normal = ((kept + 0x1FFFFF + ((kept >> 22) & 1)) >> 22) - (126 << 1)
-    # Below 1 codes are multiples of 1/2; so are floats from 2^22 to 2^23.
-    small = as_bits(magnitude + 4194304.0) - 0x4A800000
-    return tl.where(magnitude < 1.0, small, normal) | sign
+    code = _nearest(tl.minimum(tl.abs(x), 6.0), 1, 0x3F800000)  # 1
+    return code | ((as_bits(x) >> 28) & 8)
 
 
 @triton.jit
