@@ -13,6 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+# Parameters for which there is one code, wherever they begin.
+LISTS = ("positions", "latent_rows", "sink", "rows", "sequence", "lse")
 LOWEST = tl.constexpr(-1e30)  # finite: a row that sees nothing has weights of 0, not NaN
 
 
@@ -23,7 +25,8 @@ def scores(
 ):  # fmt: skip
     """(scores [M, N], -inf where there is no key; values [N, D]). A key that is not there is read
     from `zeros`: a mask for each copy would take registers that the sums need."""
-    at_N1 = tl.where(there_N, keys + row_N.to(tl.int64) * STRIDE, zeros)[:, None]
+    at_N = tl.where(there_N, keys + row_N.to(tl.int64) * STRIDE, zeros)
+    at_N1 = tl.multiple_of(at_N, 16)[:, None]  # Triton 3.9 does not see it through `where`
     k_ND = tl.load(at_N1 + tl.arange(0, D)[None, :])
     if UPCAST:
         k_ND = k_ND.to(tl.float32)
@@ -48,7 +51,10 @@ def add_pair(s0_MN, v0_ND, s1_MN, v1_ND, top_M, mass_MN, acc_MD):
     return new_M, mass_MN * shrink_M1 + p0_MN + p1_MN, acc_MD
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=("listed", "columns", "table_stride", "selected_stride"),
+    do_not_specialize_on_alignment=("selected", "table", "positions", "sequence"),
+)
 def list_rows(
     selected, table, positions, sequence, rows, listed, columns, table_stride, selected_stride,
     RATIO: tl.constexpr, SEQUENCES: tl.constexpr, TABLE: tl.constexpr, BLOCK: tl.constexpr,
@@ -80,7 +86,7 @@ def rows_at(rows, first, slot_N, slots, LISTED: tl.constexpr):
     return row_N, there_N
 
 
-@triton.jit(do_not_specialize=["slots", "list_stride"])
+@triton.jit(do_not_specialize=("slots", "list_stride"), do_not_specialize_on_alignment=LISTS)
 def prefill_pairs(  # noqa: PLR0915
     q, positions, latents, latent_rows, sink, entries, rows, sequence, out, lse, zeros,
     heads, slots, list_stride, scale,
@@ -117,7 +123,6 @@ def prefill_pairs(  # noqa: PLR0915
     if SINK:
         sink_M = tl.load(sink + h_M, mask=is_head_M, other=0.0) * 1.4426950408889634
         top_M = tl.maximum(sink_M, top_M)
-    first_M = top_M
     mass_MN = tl.zeros([M, BN], tl.float32)
     acc_MD = tl.zeros([M, D], tl.float32)
     if WINDOW > 0:
@@ -156,7 +161,7 @@ def prefill_pairs(  # noqa: PLR0915
             top_M, mass_MN, acc_MD = add_pair(s0_MN, v0_ND, s1_MN, v1_ND, top_M, mass_MN, acc_MD)
     mass_M = tl.sum(mass_MN, 1)
     if SINK:
-        mass_M += tl.exp2(first_M - top_M)
+        mass_M += tl.exp2(sink_M - top_M)
     if LSE:
         lse_M = (top_M + tl.log2(mass_M)) * 0.6931471805599453
         tl.store(lse + t * heads + h_M, lse_M, mask=is_head_M)
