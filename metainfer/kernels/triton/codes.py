@@ -44,8 +44,8 @@ def e4m3_to_float(codes, FP8: tl.constexpr):
 
 @triton.jit
 def _nearest(magnitude, MANTISSA: tl.constexpr, NORMAL: tl.constexpr):
-    """fp32 >= 0 -> int32, the code of a float with MANTISSA bits of mantissa; NORMAL are the bits of
-    its smallest normal number in fp32. To nearest, ties to even."""
+    """fp32 >= 0 -> int32 code of a float with MANTISSA bits of mantissa, whose smallest normal
+    number is NORMAL as the bits of an fp32; to nearest, ties to even."""
     # Steps between codes are those between floats 23 - MANTISSA powers of two higher up.
     SHIFT: tl.constexpr = 23 - MANTISSA
     power = tl.maximum(as_bits(magnitude) & 0x7F800000, NORMAL)
