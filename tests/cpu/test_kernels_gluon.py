@@ -72,6 +72,19 @@ def test_heads_that_fill_no_program(heads: int, capability: tuple[int, int]) -> 
     assert not found.problem, found.problem
 
 
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_rows_that_see_nothing(tile: Tile) -> None:
+    for case in (CASES["mla"], replace(CASES["v4"], sink=False)):
+        call = attention.sparse_decode(case, Draw(7), rows=2, columns=0)
+        if case.window:
+            call.arguments[2].fill_(-1)
+        with Poisoned():
+            out_THD, lse_TH = attention_decode.run(
+                GluonLauncher((9, 0), 4), case, *call.arguments, tile=tile
+            )
+        assert not out_THD.any() and lse_TH.isneginf().all()
+
+
 def numbers(words: list[torch.Tensor]) -> torch.Tensor:
     """float64 [..., 2 * words]: the bf16 numbers of words in order."""
     pairs = torch.stack(words, dim=-1)

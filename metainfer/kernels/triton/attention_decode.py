@@ -154,7 +154,7 @@ def run(
         "D": case.width,
         "EXTRA": case.rope_extra,
         "WINDOW": window_columns > 0,
-        "ENTRIES": entry_columns > 0,
+        "ENTRIES": entry_columns > 0 or not window_columns,
         "SINK": sink_H is not None,
         "LSE": part_lse is not None,
     }
