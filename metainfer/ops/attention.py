@@ -208,6 +208,8 @@ _SMALL_PREFILL = (
     AttentionCase(2, 512, 8, ratio=4, topk=6, entry_format="v4_fp8"),
     AttentionCase(2, 512, 8, ratio=2, topk=6, entry_format="v41_fp4"),
     AttentionCase(2, 512, 0, 1, 6, rope_extra=64, entry_format="mla_fp8", sink=False),
+    # More keys than a kernel takes at a time, in the window, in lists and of all entries.
+    AttentionCase(3, 512, 80, ratio=2, topk=70, lse=True),
     # Whole groups of heads and tiles of keys.
     AttentionCase(64, 512, 64, ratio=4, topk=8, lse=True),
     AttentionCase(64, 512, 64, ratio=4, topk=8, entry_format="v4_fp8"),

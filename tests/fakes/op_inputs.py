@@ -161,21 +161,22 @@ VARIANTS: Mapping[str, Mapping[str, Maker]] = {
     },
     "attention.sparse_prefill": {
         **_rows(attention.sparse_prefill, 0, 1, 5, 67, start=0),
-        "start": partial(attention.sparse_prefill, rows=37, start=45),
+        "start": partial(attention.sparse_prefill, rows=9, start=45),
         "one late row": partial(attention.sparse_prefill, rows=1, start=99),
-        "short halo": partial(attention.sparse_prefill, rows=9, start=3),
+        "short halo": partial(attention.sparse_prefill, rows=6, start=3),
         "many entries": partial(attention.sparse_prefill, rows=70, start=400),
-        "long halo": partial(attention.sparse_prefill, rows=9, start=50, halo=41),
-        "sharp": partial(attention.sparse_prefill, rows=21, start=20, sharpness=30.0),
-        "all entries": partial(attention.sparse_prefill, rows=37, start=45, select=False),
-        "fp32 entries": partial(attention.sparse_prefill, rows=9, start=50, dtype="float32"),
-        "bf16 entries": partial(attention.sparse_prefill, rows=9, start=50, dtype="bfloat16"),
-        "ragged": partial(attention.sparse_prefill, rows=19, start=5, sequences=3),
+        "late, all entries": partial(attention.sparse_prefill, rows=2, start=400, select=False),
+        "long halo": partial(attention.sparse_prefill, rows=2, start=50, halo=60),
+        "sharp": partial(attention.sparse_prefill, rows=5, start=20, sharpness=30.0),
+        "all entries": partial(attention.sparse_prefill, rows=5, start=45, select=False),
+        "fp32 entries": partial(attention.sparse_prefill, rows=2, start=50, dtype="float32"),
+        "bf16 entries": partial(attention.sparse_prefill, rows=2, start=50, dtype="bfloat16"),
+        "ragged": partial(attention.sparse_prefill, rows=3, start=14, sequences=3),
         "ragged, all entries": partial(
-            attention.sparse_prefill, rows=9, start=0, sequences=4, select=False
+            attention.sparse_prefill, rows=3, start=0, sequences=4, select=False
         ),
         "rows in any order": partial(
-            attention.sparse_prefill, rows=11, start=30, sequences=2, shuffled=True
+            attention.sparse_prefill, rows=4, start=70, sequences=2, shuffled=True
         ),
     },
     "attention.sparse_decode": {
