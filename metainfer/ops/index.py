@@ -99,11 +99,11 @@ _SMALL = (
     IndexCase(16, 32, 8, dtype="float32"),
     IndexCase(3, 16, 5, dtype="float32"),
     IndexCase(64, 32, 8),
-    IndexCase(8, 128, 8, ratio=2, key_format="index_fp8"),
+    IndexCase(8, 128, 8, key_format="index_fp8"),
     IndexCase(4, 128, 6, key_format="index_fp4"),
-    IndexCase(4, 32, 9, ratio=1, dtype="float32", candidate_blocks=5, publishes=True),
-    IndexCase(4, 32, 9, ratio=1, dtype="float32", candidate_blocks=5),
-    IndexCase(8, 128, 9, 1, key_format="index_fp4", candidate_blocks=3, candidate_block=4),
+    IndexCase(4, 32, 6, 4, "float32", candidate_blocks=4, candidate_block=2, publishes=True),
+    IndexCase(4, 32, 6, 4, "float32", candidate_blocks=4, candidate_block=2),
+    IndexCase(8, 128, 9, 2, key_format="index_fp4", candidate_blocks=3, candidate_block=4),
 )
 
 _FORMULA = """score[t, e] = I^-0.5 H^-0.5 * sum over h of weights[t, h] * relu(q[t, h] . key[e])

@@ -32,6 +32,7 @@ from metainfer.kernels.triton.topk_cut import (
     part_of_row,
     reached_by,
     write_best,
+    write_rest,
 )
 
 # Rounds of the search for the bound: it is right to 2^-12 of the range of the groups' largest.
@@ -94,9 +95,9 @@ def _gather(marks, start, stop, unit, places, held, WORDS: tl.constexpr, CAPACIT
 
 @triton.jit
 def _finish(
-    scores, places, unit, held, out_ids, out_scores, row, part, first, all_seen,
+    scores, places, unit, held, out_ids, out_scores, row, part, first,
     names, candidates, width, out_width, candidates_width,
-    CAPACITY: tl.constexpr, K: tl.constexpr, K_POWER: tl.constexpr, BLOCK: tl.constexpr,
+    CAPACITY: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Cuts the places that are held down to the K best and writes them."""
     slot = tl.arange(0, CAPACITY)
@@ -104,11 +105,10 @@ def _finish(
     place = tl.load(places + slot * unit, mask=is_there, other=0)
     x = tl.load(scores + place, mask=is_there, other=0.0)
     ordered = tl.where(is_there, ordered_bits(tl.where(x >= NOTHING, x, LEAST)), 0)
-    kept = tl.minimum(held, K)
-    flags, _ = cut(ordered, is_there, held, kept)
+    flags, _ = cut(ordered, is_there, held, tl.minimum(held, K))
     write_best(
-        out_ids, out_scores, row, part, number_of(ordered), first + place, flags, kept, all_seen,
-        names, candidates, width, out_width, candidates_width, K, K_POWER, BLOCK,
+        out_ids, out_scores, row, part, number_of(ordered), first + place, flags,
+        names, candidates, width, out_width, candidates_width, K, BLOCK,
     )  # fmt: skip
 
 
@@ -172,18 +172,20 @@ def _best_of_row(
         tl.debug_barrier()
     tl.store(overflows + item, (held > CAPACITY).to(tl.int32))
     # Few programs need the whole buffer, and half of it is handled in half the time.
-    if held <= CAPACITY // 2:
+    if (held > 0) & (held <= CAPACITY // 2):
         _finish(
-            row_scores, places, unit, held, out_ids, out_scores, row, part, first, all_seen,
-            names, candidates, width, out_width, candidates_width,
-            CAPACITY // 2, K, K_POWER, BLOCK,
+            row_scores, places, unit, held, out_ids, out_scores, row, part, first,
+            names, candidates, width, out_width, candidates_width, CAPACITY // 2, K, BLOCK,
         )  # fmt: skip
-    elif held <= CAPACITY:
+    elif (held > 0) & (held <= CAPACITY):
         _finish(
-            row_scores, places, unit, held, out_ids, out_scores, row, part, first, all_seen,
-            names, candidates, width, out_width, candidates_width,
-            CAPACITY, K, K_POWER, BLOCK,
+            row_scores, places, unit, held, out_ids, out_scores, row, part, first,
+            names, candidates, width, out_width, candidates_width, CAPACITY, K, BLOCK,
         )  # fmt: skip
+    write_rest(
+        out_ids, out_scores, row, part, tl.minimum(held, K), all_seen, candidates, out_width,
+        candidates_width, K, K_POWER, BLOCK,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,29 +84,39 @@ def entries_of(places, names, candidates, BLOCK: tl.constexpr, mask):
 
 @triton.jit
 def write_best(
-    out_ids, out_scores, row, part, x, place, flags, kept, all_seen, names, candidates,
-    width, out_width, candidates_width,
-    K: tl.constexpr, K_POWER: tl.constexpr, BLOCK: tl.constexpr,
+    out_ids, out_scores, row, part, x, place, flags, names, candidates,
+    width, out_width, candidates_width, K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Writes what is flagged of a part of a row, or the first `all_seen` places of the row if there
-    are any; then -1."""
+    """Writes what is flagged of a part of a row."""
     if names is not None:
         names += row * width
     if candidates is not None:
         candidates += row * candidates_width
-    out_ids += row * out_width + part * K
-    to = tl.cumsum(flags, 0) - flags
+    to = row * out_width + part * K + tl.cumsum(flags, 0) - flags
     tl.store(out_ids + to, entries_of(place, names, candidates, BLOCK, flags > 0), mask=flags > 0)
+    if out_scores is not None:
+        tl.store(out_scores + to, x, mask=flags > 0)
+
+
+@triton.jit
+def write_rest(
+    out_ids, out_scores, row, part, kept, all_seen, candidates,
+    out_width, candidates_width,
+    K: tl.constexpr, K_POWER: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Writes what comes after the `kept` best of a part: nothing; or the first `all_seen` places of
+    the row, if there are any."""
     rank = tl.arange(0, K_POWER)
     is_rest = (rank >= kept) & (rank < K)
+    to = row * out_width + part * K + rank
     if out_scores is not None:
-        out_scores += row * out_width + part * K
-        tl.store(out_scores + to, x, mask=flags > 0)
-        tl.store(out_scores + rank, NOTHING, mask=is_rest)
+        tl.store(out_scores + to, NOTHING, mask=is_rest)
     else:
+        if candidates is not None:
+            candidates += row * candidates_width
         is_one = rank < all_seen
-        entries = tl.where(is_one, entries_of(rank, names, candidates, BLOCK, is_one), -1)
-        tl.store(out_ids + rank, entries, mask=is_rest)
+        entries = tl.where(is_one, entries_of(rank, None, candidates, BLOCK, is_one), -1)
+        tl.store(out_ids + to, entries, mask=is_rest)
 
 
 @triton.jit
@@ -167,9 +177,12 @@ def _best_by_cuts(
             tl.debug_barrier()
             if is_last:
                 write_best(
-                    out_ids, out_scores, row, part, number_of(ordered), place, flags, kept,
-                    all_seen, names, candidates, width, out_width, candidates_width,
-                    K, K_POWER, BLOCK,
+                    out_ids, out_scores, row, part, number_of(ordered), place, flags, names,
+                    candidates, width, out_width, candidates_width, K, BLOCK,
+                )  # fmt: skip
+                write_rest(
+                    out_ids, out_scores, row, part, kept, all_seen, candidates, out_width,
+                    candidates_width, K, K_POWER, BLOCK,
                 )  # fmt: skip
             else:
                 to = tl.cumsum(flags, 0) - flags
