@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import triton
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from metainfer.core.errors import UserError
 from metainfer.kernels.builtin import builtin_registry
 from metainfer.kernels.compare import run
 from metainfer.kernels.inputs.base import Draw
@@ -139,7 +141,15 @@ def cover(
         prefill_rows, decode_rows: of the calls that are looked at, over a sequence of 131,072
             tokens or the longest.
         cache: as of `compile_all`.
+
+    Raises:
+        UserError: the order names what does not exist, or kernels are interpreted in this process.
     """
+    if triton.knobs.runtime.interpret:
+        raise UserError(
+            "kernels are interpreted in this process and have no code for GPUs",
+            hint="start it without TRITON_INTERPRET",
+        )
     found = []
     for request in requests:
         tokens = min(request.longest, _TOKENS)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.fakes.command import metainfer
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -25,3 +27,10 @@ def test_code_for_gpus() -> None:
     )
     print(done.stdout, done.stderr)
     assert done.returncode == 0
+
+
+def test_nothing_is_covered_where_kernels_are_interpreted() -> None:
+    ran = metainfer("kernels", "coverage", "pebble", "--target", "sm_89", "--part", "attention")
+    assert (ran.code, ran.out) == (2, "")
+    assert "kernels are interpreted in this process" in ran.err
+    assert "hint: start it without TRITON_INTERPRET" in ran.err
