@@ -40,7 +40,7 @@ from metainfer.ops.base import Load  # noqa: E402
 from metainfer.ops.catalogue import OPS  # noqa: E402
 
 PROCESSES = min(16, os.cpu_count() or 1)
-ROW_SHARES = [(4096, 32), (4096, 16), (2048, 16), (8192, 32), (8192, 64)]
+ROW_SHARES = [(4096, 32), (4096, 16), (2048, 16), (8192, 32), (8192, 64), (1024, 32), (512, 16)]
 INDEX_SHARES = [(64, 8, 4), (64, 8, 2), (64, 4, 4), (64, 4, 6), (128, 8, 2), (32, 4, 8)]
 # (op, model, which of its cases): what prefill spends time on.
 SHAPES = [
