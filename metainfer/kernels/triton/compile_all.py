@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import signal
 import tempfile
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -107,13 +108,21 @@ def _in_processes(jobs: Sequence[Job], workers: int) -> Iterator[tuple[Job, Outc
 
 
 def _in_silence() -> None:
-    """Ctrl-C ends the parent, which ends its workers; what native code says at their end, of
-    references that it lost count of, is nobody's concern."""
+    """Ctrl-C ends the parent, which ends its workers, and they end where it was killed; what native
+    code says at their end, of references that it lost count of, is nobody's concern."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for descriptor in (1, 2):
         os.dup2(nowhere, descriptor)
     os.close(nowhere)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _compile(unit: CompileUnit, capability: Capability) -> Outcome:
