@@ -30,7 +30,7 @@ from metainfer.kernels.inputs.base import Draw  # noqa: E402
 from metainfer.kernels.reference import attention as reference  # noqa: E402
 from metainfer.kernels.triton import attention_prefill  # noqa: E402
 from metainfer.kernels.triton.attention_prefill import Tile, tile_of  # noqa: E402
-from metainfer.kernels.triton.launch import JitLauncher  # noqa: E402
+from metainfer.kernels.triton.launch import JitLauncher, shared_limit  # noqa: E402
 from metainfer.kernels.triton.portable import PtxLauncher  # noqa: E402
 from metainfer.ops.attention import AttentionCase  # noqa: E402
 from metainfer.ops.base import Load  # noqa: E402
@@ -68,20 +68,29 @@ SHAPES = {
 }
 
 
+def fits(case: AttentionCase, tile: Tile, capability: tuple[int, int]) -> bool:
+    """Whether queries and pairs of tiles fit in shared memory, and sums in half of the registers."""
+    held = tile.heads + 2 * tile.keys * max(1, tile.stages - 1)
+    return (
+        2 * held * case.key_width <= shared_limit(capability)
+        and tile.heads * case.width <= 128 * 32 * tile.warps
+    )
+
+
 def tiles(case: AttentionCase, capability: tuple[int, int]) -> list[Tile]:
-    """Candidates, the table's own first."""
-    found = [tile_of(case, capability)]
+    """Candidates, the table's own first; where rows share their keys, with its heads alone."""
+    own = tile_of(case, capability)
     if case.entry_format != "dense":
-        return found
-    found += [
+        return [own]
+    found = [
         Tile("pairs", heads, keys, warps, stages)
         for heads in ((16,) if case.heads <= 16 else (16, 32, 64))
-        for keys in (16, 32)
+        for keys in (16, 32, 64)
         for warps in (4, 8)
         for stages in (1, 2, 3)
-        if heads * warps >= 64 and heads * warps <= 512
+        if case.topk or heads == own.heads
     ]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys([own, *(tile for tile in found if fits(case, tile, capability))]))
 
 
 def launcher(portable: str) -> Any:
