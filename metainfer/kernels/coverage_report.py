@@ -32,21 +32,24 @@ class Subject:
 
 def cards_that_ran(target: str, cache: Path | None = None) -> Ran:
     """What passed on cards of the kind `target`, or elsewhere as code for it, with these very
-    sources.
+    sources; of several records the latest counts.
 
     Args:
         cache: of verification's records; None for the user's.
     """
+    records = []
+    for path in (cache or default_cache()).glob("*.json"):
+        with suppress(OSError, UserError):
+            records.append(read_record(path.read_text(encoding="utf-8")))
     found: dict[tuple[str, str, str], str] = {}
     sources = source_hash()
-    for path in sorted((cache or default_cache()).glob("*.json")):
-        with suppress(OSError, UserError):
-            record = read_record(path.read_text(encoding="utf-8"))
-            card = record["card"]
-            if card["kernels"] == sources and _code_of(card) == target:
-                bad = {_name(case) for case in record["cases"] if case["problem"]}
-                good = {_name(case) for case in record["cases"]} - bad
-                found |= dict.fromkeys(good, card["name"])
+    for record in sorted(records, key=lambda one: str(one.get("date"))):
+        card = record["card"]
+        if card["kernels"] == sources and _code_of(card) == target:
+            found |= {_name(case): card["name"] for case in record["cases"]}
+            for case in record["cases"]:
+                if case["problem"]:
+                    found.pop(_name(case), None)
     return found
 
 

@@ -93,7 +93,7 @@ def pieces_in_order(launch: Launcher, case: IndexCase, rows: int, shape: torch.S
     """Entries that are laid in order at a time, of lists of the given shape; none where it does not
     pay."""
     lists, entries = shape
-    if rows < _SHARING_ROWS * lists or not entries:
+    if rows < _SHARING_ROWS * lists or not lists or not entries:
         return []
     piece = max(1, ORDERED_BYTES // (lists * _ordered_bytes(launch, case)))
     if piece < entries:
