@@ -70,11 +70,9 @@ SHAPES = {
 
 def fits(case: AttentionCase, tile: Tile, capability: tuple[int, int]) -> bool:
     """Whether queries and pairs of tiles fit in shared memory, and sums in half of the registers."""
-    held = tile.heads + 2 * tile.keys * max(1, tile.stages - 1)
-    return (
-        2 * held * case.key_width <= shared_limit(capability)
-        and tile.heads * case.width <= 128 * 32 * tile.warps
-    )
+    tiles_held = 3 if tile.stages == 1 else 2 * (tile.stages - 1)
+    held = tile.heads + tiles_held * tile.keys
+    return 2 * held * case.key_width <= shared_limit(capability) and tile.heads * case.width <= 128 * 32 * tile.warps
 
 
 def tiles(case: AttentionCase, capability: tuple[int, int]) -> list[Tile]:
