@@ -19,6 +19,10 @@ from metainfer.plan.settings import Residency
 KERNEL_WORKSPACE_BYTES = 256 * 2**20
 """What kernels may take for tiles and gathered rows, whatever the step; they bound themselves."""
 
+GPU_WORKSPACE_BYTES = 2 * 2**30
+"""The same on a GPU: entries that are decoded for prefill (1.25 GiB at most), scores of the indexer
+(256 MiB) and keys that it lays in order (128 MiB), lists and partial results."""
+
 PROMPT_LOGITS_BYTES = 64 * 2**20
 """Logits of prompt rows are made in slices of at most so many bytes (but at least one row)."""
 
@@ -69,7 +73,12 @@ def _bytes_per_block(kinds: Iterable[CacheKind], scope: Scope, cache_dtype: str)
 
 
 def activation_bytes(
-    arch: Arch, rows: int, num_seqs: int, max_model_len: int, compute_dtype: str
+    arch: Arch,
+    rows: int,
+    num_seqs: int,
+    max_model_len: int,
+    compute_dtype: str,
+    workspace_bytes: int = KERNEL_WORKSPACE_BYTES,
 ) -> int:
     """Bound on what one step holds beside weights and cache.
 
@@ -77,6 +86,7 @@ def activation_bytes(
         rows: rows of a step at most.
         num_seqs: sequences of a step at most; each has a row with logits.
         max_model_len: of the longest sequence.
+        workspace_bytes: what the kernels of the device may take.
     """
     size = ELEMENT_BYTES[compute_dtype]
     # The residual streams: old, new, and a copy in fp32 while they are mixed.
@@ -87,7 +97,7 @@ def activation_bytes(
         _logits_bytes(arch, min(rows, num_seqs)),
     )
     decode = _decode_bytes(arch, min(rows, num_seqs), max_model_len)
-    return streams + inner + decode + KERNEL_WORKSPACE_BYTES
+    return streams + inner + decode + workspace_bytes
 
 
 def _attention_bytes(arch: Arch, rows: int, size: int) -> int:

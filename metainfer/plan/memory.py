@@ -14,7 +14,14 @@ from metainfer.arch.record import Arch
 from metainfer.core.errors import UserError
 from metainfer.core.units import format_bytes, format_count
 from metainfer.hardware.machine import Machine, Unknown
-from metainfer.plan.ledger import activation_bytes, block_bytes, state_bytes, weights_bytes
+from metainfer.plan.ledger import (
+    GPU_WORKSPACE_BYTES,
+    KERNEL_WORKSPACE_BYTES,
+    activation_bytes,
+    block_bytes,
+    state_bytes,
+    weights_bytes,
+)
 from metainfer.plan.plan import Origin, Value
 from metainfer.plan.settings import EngineSettings
 
@@ -129,7 +136,15 @@ class _Fit:
 
     def activations(self, length: int, seqs: int) -> int:
         fixed = self.fixed
-        return activation_bytes(self.arch, fixed.batched_tokens, seqs, length, fixed.compute_dtype)
+        on_cpu = fixed.device_name == "cpu"
+        return activation_bytes(
+            self.arch,
+            fixed.batched_tokens,
+            seqs,
+            length,
+            fixed.compute_dtype,
+            KERNEL_WORKSPACE_BYTES if on_cpu else GPU_WORKSPACE_BYTES,
+        )
 
     def needed(self, length: int, seqs: int) -> int:
         """Bytes for `seqs` sequences of which one may be `length` tokens long."""

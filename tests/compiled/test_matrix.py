@@ -1,5 +1,5 @@
-"""Models, layouts and kinds of card that stand for all: every attention kernel that they need is
-there, compiles and fits. `make soak` goes through the whole matrix.
+"""Models, layouts and kinds of card that stand for all, at one step of prefill and one of decode:
+the kernels that they need are there, compile and fit. `make soak` goes through the whole matrix.
 
 Facts of code that was compiled before come from the user's cache, as with the command.
 """

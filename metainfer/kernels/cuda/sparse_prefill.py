@@ -9,6 +9,7 @@ import torch
 
 from metainfer.kernels.cuda.program import CudaKernel, compiler
 from metainfer.kernels.registry import YES, Verdict, no
+from metainfer.kernels.triton import attention_prefill
 from metainfer.kernels.triton.backend import Declared
 from metainfer.kernels.triton.launch import Launcher
 from metainfer.kernels.triton.prefill_entries import readable
@@ -21,6 +22,7 @@ CAPABILITY = (9, 0)
 _HEADS = 64  # rows of a warpgroup's product
 _VALUE = 512
 _TILE = 64
+_COPY_BYTES = 16
 _LOG2E = 1.4426950408889634
 # By format of the entries, and of dense ones by their type: FORMAT in the source.
 _FORMATS: Mapping[str, int] = MappingProxyType({"v4_fp8": 2, "v41_fp4": 3, "mla_fp8": 4})
@@ -62,6 +64,11 @@ def sparse_prefill(
     sequence_T: torch.Tensor | None,
     selected_TK: torch.Tensor | None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    if not all(_lies_dense(keys) for keys in (latents_ND, entries)):
+        return attention_prefill.run(
+            launch, case, q_THK, positions_T, latents_ND, latent_rows_T, sink_H, entries,
+            entry_rows_BE, sequence_T, selected_TK,
+        )  # fmt: skip
     rows, device = len(q_THK), q_THK.device
     out_THD = torch.empty(rows, case.heads, case.width, dtype=torch.bfloat16, device=device)
     lse_TH = torch.empty(rows, case.heads, device=device) if case.lse else None
@@ -74,7 +81,7 @@ def sparse_prefill(
     launch.cuda(
         KERNEL,
         (min(rows * head_blocks, launch.multiprocessors), 1, 1),
-        q_THK,
+        q_THK.contiguous(),
         positions_T,
         latents_ND,
         latent_rows_T,
@@ -98,6 +105,14 @@ def sparse_prefill(
         SELECTS=int(selected_TK is not None),
     )
     return out_THD if lse_TH is None else (out_THD, lse_TH)
+
+
+def _lies_dense(keys: torch.Tensor | None) -> bool:
+    """Whether rows lie one behind the other where copies of 16 bytes begin; else Triton's kernel,
+    which knows strides, does the call."""
+    return keys is None or (
+        keys.is_contiguous() and (keys.is_meta or keys.data_ptr() % _COPY_BYTES == 0)
+    )
 
 
 BACKENDS = (Declared("attention.sparse_prefill", sparse_prefill, eligible, name="cuda"),)
