@@ -40,10 +40,11 @@ def scores_of(
     M: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, EXTRA: gl.constexpr, KEPT: gl.constexpr,
     STEP: gl.constexpr, s_layout: gl.constexpr,
 ):  # fmt: skip
-    """fp32 [M, N]: scaled scores of one tile, -inf where there is no key. Four sums, so that as
-    many products are under way."""
+    """fp32 [M, N]: scaled scores of one tile, -inf where there is no key. Several sums, so that
+    as many products are under way; 64 heads leave no registers for four."""
     a_layout: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2)
     b_layout: gl.constexpr = gl.DotOperandLayout(1, s_layout, 2)
+    SUMS: gl.constexpr = 4 if M <= 32 else 2
     sum0_MN = gl.zeros([M, BN], gl.float32, s_layout)
     sum1_MN = gl.zeros([M, BN], gl.float32, s_layout)
     sum2_MN = gl.zeros([M, BN], gl.float32, s_layout)
@@ -55,11 +56,11 @@ def scores_of(
             k_NC = x_s.slice(c * STEP - D, STEP, 1)
         q_MC = q_s.index(c).load(a_layout) if c < KEPT else held[c - KEPT]
         k_CN = k_NC.permute((1, 0)).load(b_layout)
-        if c % 4 == 0:
+        if c % SUMS == 0:
             sum0_MN = mma_v2(q_MC, k_CN, sum0_MN)
-        elif c % 4 == 1:
+        elif c % SUMS == 1:
             sum1_MN = mma_v2(q_MC, k_CN, sum1_MN)
-        elif c % 4 == 2:
+        elif c % SUMS == 2:
             sum2_MN = mma_v2(q_MC, k_CN, sum2_MN)
         else:
             sum3_MN = mma_v2(q_MC, k_CN, sum3_MN)
