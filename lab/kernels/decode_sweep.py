@@ -83,28 +83,20 @@ def candidates(shape: Shape, capability: tuple[int, int], places: int) -> list[C
     coded = case.entry_format != "dense"
     tiles = [tile_of(case, capability)]
     if case.heads <= 16 or shape.rows == 1:
-        tiles += [Tile("mma", 16, 32, 4, resident=2), Tile("mma", 16, 32, 8, resident=2, registers=128)]
-        if coded:
-            tiles += [
-                Tile("mma", 16, 32, 4, resident=3, buffers=1, registers=168),
-                Tile("mma", 16, 32, 4, resident=2, buffers=1),
-                Tile("mma", 16, 32, 8, resident=2, buffers=1, registers=128),
-                Tile("mma", 16, 16, 4, resident=4, buffers=1, registers=128),
-            ]
-            if capability in ((8, 0), (9, 0)):
-                tiles += [Tile("mma", 16, 64, 8)]
-        else:
-            tiles += [Tile("mma", 16, 32, 4, resident=2, held=512), Tile("mma", 16, 16, 4, resident=2, buffers=3)]
-            if not case.rope_extra:
-                tiles += [Tile("mma", 16, 32, 4, resident=2, held=512, buffers=3)]
+        tiles += [
+            Tile("mma", 16, 32, 4, resident=2),
+            Tile("mma", 16, 32, 8, resident=2, registers=128),
+            Tile("mma", 16, 16, 4, resident=2),
+            Tile("mma", 16, 32, 4, held=256),
+        ]
+        if not coded:
+            tiles += [Tile("mma", 16, 32, 4, resident=1, buffers=3 if case.rope_extra == 0 else 2)]
     if case.heads > 16 and shape.rows > 1:
         tiles += [
             Tile("mma", 32, 32, 8, held=256, warps_m=2),
             Tile("mma", 32, 32, 8, held=512, warps_m=2),
             Tile("mma", 32, 16, 8, held=256, warps_m=2),
         ]
-        if coded:
-            tiles += [Tile("mma", 32, 32, 8, resident=2, warps_m=2, buffers=1, registers=128)]
         if capability == (9, 0):
             tiles += [Tile("wgmma", 64, 64, 8), Tile("mma", 32, 32, 8, warps_m=2)]
         if capability in ((8, 0), (9, 0)) and case.heads > 32:

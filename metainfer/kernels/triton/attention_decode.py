@@ -32,7 +32,7 @@ from metainfer.ops.attention import DENSE, AttentionCase
 
 # In keys, by the time that one takes: the start and end of a program, a merge, and what each split
 # adds to it.
-_START, _MERGE, _SPLIT = 40.0, 50.0, 1.0
+_START, _MERGE, _SPLIT = 100.0, 150.0, 4.0
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _GATHER_BYTES = 16

@@ -6,8 +6,7 @@ value is read once.
 
 Caches of numbers are copied into shared memory asynchronously, BUFFERS tiles at a time. Caches of
 bytes go through registers (`decode_rows`): while the scores of a tile are made, the bytes of the
-next one are decoded into the other of two buffers (or, after its result, into the same one), and
-those after it are on their way.
+next one are decoded into the other of two buffers, and those after it are on their way.
 
 Shape suffixes: M heads of a program; N keys of a tile (J: the same keys in the layout of scores);
 D value channels; X further channels of keys; C channels of one step.
@@ -40,15 +39,12 @@ def scores_of(
     M: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, EXTRA: gl.constexpr, KEPT: gl.constexpr,
     STEP: gl.constexpr, s_layout: gl.constexpr,
 ):  # fmt: skip
-    """fp32 [M, N]: scaled scores of one tile, -inf where there is no key. Several sums, so that
-    as many products are under way; 64 heads leave no registers for four."""
+    """fp32 [M, N]: scaled scores of one tile, -inf where there is no key. Two sums, so that twice
+    as many products are under way."""
     a_layout: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2)
     b_layout: gl.constexpr = gl.DotOperandLayout(1, s_layout, 2)
-    SUMS: gl.constexpr = 4 if M <= 32 else 2
-    sum0_MN = gl.zeros([M, BN], gl.float32, s_layout)
-    sum1_MN = gl.zeros([M, BN], gl.float32, s_layout)
-    sum2_MN = gl.zeros([M, BN], gl.float32, s_layout)
-    sum3_MN = gl.zeros([M, BN], gl.float32, s_layout)
+    even_MN = gl.zeros([M, BN], gl.float32, s_layout)
+    odd_MN = gl.zeros([M, BN], gl.float32, s_layout)
     for c in gl.static_range((D + EXTRA) // STEP):
         if c < D // STEP:  # noqa: SIM108 (one of them has no such slice)
             k_NC = k_s.slice(c * STEP, STEP, 1)
@@ -56,16 +52,11 @@ def scores_of(
             k_NC = x_s.slice(c * STEP - D, STEP, 1)
         q_MC = q_s.index(c).load(a_layout) if c < KEPT else held[c - KEPT]
         k_CN = k_NC.permute((1, 0)).load(b_layout)
-        if c % SUMS == 0:
-            sum0_MN = mma_v2(q_MC, k_CN, sum0_MN)
-        elif c % SUMS == 1:
-            sum1_MN = mma_v2(q_MC, k_CN, sum1_MN)
-        elif c % SUMS == 2:
-            sum2_MN = mma_v2(q_MC, k_CN, sum2_MN)
+        if c % 2 == 1:
+            odd_MN = mma_v2(q_MC, k_CN, odd_MN)
         else:
-            sum3_MN = mma_v2(q_MC, k_CN, sum3_MN)
-    score_MN = (sum0_MN + sum1_MN) + (sum2_MN + sum3_MN)
-    return gl.where(there_J[None, :], score_MN * scale, float("-inf"))
+            even_MN = mma_v2(q_MC, k_CN, even_MN)
+    return gl.where(there_J[None, :], (even_MN + odd_MN) * scale, float("-inf"))
 
 
 @gluon.jit
@@ -96,18 +87,18 @@ def add_values(
 def attend_bytes(
     q_s, held, k_s, x_s, p_s, rows_s, top_M, mass_MN, acc_MD, lists, caches, first, scale,
     M: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, EXTRA: gl.constexpr, KEPT: gl.constexpr,
-    STEP: gl.constexpr, BUFFERS: gl.constexpr, FORM: gl.constexpr, NEAR: gl.constexpr,
-    FAR: gl.constexpr, WARPS: gl.constexpr, s_layout: gl.constexpr, o_layout: gl.constexpr,
+    STEP: gl.constexpr, FORM: gl.constexpr, NEAR: gl.constexpr, FAR: gl.constexpr,
+    WARPS: gl.constexpr, s_layout: gl.constexpr, o_layout: gl.constexpr,
 ):  # fmt: skip
     """(top, mass, acc) with the tiles from `first` on of one or two lists, whose rows are bytes
     of one format."""
     n_layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     j_layout: gl.constexpr = gl.SliceLayout(0, s_layout)
     words: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
-    k_w = as_words(k_s, gl.int32, [BUFFERS, BN, D // 2], words)
+    k_w = as_words(k_s, gl.int32, [2, BN, D // 2], words)
     x_w = k_w
     if EXTRA > 0:
-        x_w = as_words(x_s, gl.int32, [BUFFERS, BN, EXTRA // 2], words)
+        x_w = as_words(x_s, gl.int32, [2, BN, EXTRA // 2], words)
     near_tiles = lists[4]
     stop = lists[5]
     for b in gl.static_range(3):
@@ -120,26 +111,20 @@ def attend_bytes(
     raw = fetch(first + 1, rows, caches, near_tiles, FORM, NEAR, FAR, WARPS)
     for i in range(first, stop):
         n = i - first
-        k_i = k_s.index(n % BUFFERS)
-        x_i = x_s.index(n % BUFFERS)
-        spare = (n + 1) % BUFFERS
+        k_i = k_s.index(n % 2)
+        x_i = x_s.index(n % 2)
         there_J = rows_s.index(n % 4).load(j_layout) >= 0
         score_MN = scores_of(
             q_s, held, k_i, x_i, there_J, scale, M, BN, D, EXTRA, KEPT, STEP, s_layout
         )
-        if BUFFERS > 1:
-            put(raw, k_w.index(spare), x_w.index(spare), FORM, D, WARPS)
-            rows = rows_in(rows_s.index((n + 2) % 4), FORM, WARPS)
-            raw = fetch(i + 2, rows, caches, near_tiles, FORM, NEAR, FAR, WARPS)
+        put(raw, k_w.index((n + 1) % 2), x_w.index((n + 1) % 2), FORM, D, WARPS)
+        rows = rows_in(rows_s.index((n + 2) % 4), FORM, WARPS)
+        raw = fetch(i + 2, rows, caches, near_tiles, FORM, NEAR, FAR, WARPS)
         top_M, mass_MN, acc_MD = add_values(
             score_MN, k_i, p_s, rows_s.index((n + 3) % 4), row_N, top_M, mass_MN, acc_MD, BN,
             o_layout,
         )  # fmt: skip
         row_N = listed(i + 4, lists, BN, NEAR, FAR, n_layout)
-        if BUFFERS == 1:
-            put(raw, k_w.index(spare), x_w.index(spare), FORM, D, WARPS)
-            rows = rows_in(rows_s.index((n + 2) % 4), FORM, WARPS)
-            raw = fetch(i + 2, rows, caches, near_tiles, FORM, NEAR, FAR, WARPS)
     return top_M, mass_MN, acc_MD
 
 
@@ -204,7 +189,7 @@ def attend_lists(
     else:
         top_M, mass_MN, acc_MD = attend_bytes(
             q_s, held, k_s, x_s, p_s, rows_s, top_M, mass_MN, acc_MD, lists, caches, first, scale,
-            M, BN, D, EXTRA, KEPT, STEP, BUFFERS, FORM, NEAR, FAR, WARPS, s_layout, o_layout,
+            M, BN, D, EXTRA, KEPT, STEP, FORM, NEAR, FAR, WARPS, s_layout, o_layout,
         )  # fmt: skip
     return top_M, mass_MN, acc_MD
 
@@ -231,8 +216,7 @@ def decode_mma(  # noqa: PLR0915 (layouts tie all of it together)
         W_FORM, E_FORM: formats of ring and entries. APART: there are both lists, in two formats.
         HELD: of the first D channels of the queries, how many (the last ones) registers hold; they
             hold the EXTRA channels too.
-        BUFFERS: tiles of keys in shared memory: 2 or 3 of numbers, 1 or 2 of decoded bytes. With 1
-            more programs share a multiprocessor, and their products run while one decodes.
+        BUFFERS: tiles of keys in shared memory, 2 or more; 2 for bytes.
         WARPS, WARPS_M: warps of the program, and over how many of them scores split the heads.
         STEP: channels of one step of the scores.
     """
