@@ -82,6 +82,8 @@ class VerifyOptions:
         ):
             if any(value is not None and value < 1 for value in values):
                 raise UserError(f"{name} must be at least 1")
+        if self.out is not None and self.out.is_dir():
+            raise UserError(f"--out: {self.out} is a directory", hint="name a file")
 
 
 def run(terminal: Terminal, options: VerifyOptions) -> int:
@@ -93,8 +95,10 @@ def run(terminal: Terminal, options: VerifyOptions) -> int:
     from metainfer.plan.plan import Plan
 
     if options.show is not None:
-        return _told(terminal, options, read_record(options.show.read_text("utf-8")))
-    plan = None if options.plan is None else Plan.from_json(options.plan.read_text("utf-8"))
+        return _told(terminal, options, read_record(options.show.read_bytes()))
+    plan = (
+        None if options.plan is None else Plan.from_json(options.plan.read_text("utf-8", "replace"))
+    )
     on = platform(options.device, options.code_for)
     machine = probe()
     ranks = options.tensor_parallel_size or (plan.tensor_parallel_size.value if plan else 1)
@@ -126,10 +130,15 @@ def run(terminal: Terminal, options: VerifyOptions) -> int:
         checks,
         verified,
     )
-    kept = keep(record)
     if options.out is not None:
         write_json(options.out, record)
-    terminal.say(f"record: {options.out or kept}")
+        terminal.say(f"record: {options.out}")
+    try:
+        kept = keep(record)
+        if options.out is None:
+            terminal.say(f"record: {kept}")
+    except OSError as error:
+        terminal.hint(f"the record is not kept where serve looks for it: {error}")
     return _told(terminal, options, record)
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+from metainfer.core.errors import UserError
 from metainfer.kernels.builtin import builtin_registry
 from metainfer.kernels.registry import Registry
 from metainfer.ops.base import Target
@@ -14,7 +16,17 @@ from metainfer.ops.targets import CardKind
 
 
 def has_triton() -> bool:
-    return find_spec("triton") is not None
+    """Whether it is installed. Raises UserError: it is, but cannot be imported."""
+    if find_spec("triton") is None:
+        return False
+    try:
+        import_module("triton")
+    except ImportError as error:
+        raise UserError(
+            f"triton is installed but cannot be imported: {error}",
+            hint="pip install --force-reinstall 'metainfer[kernels]'",
+        ) from error
+    return True
 
 
 def registry_for(kind: CardKind | None) -> Registry:

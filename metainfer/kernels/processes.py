@@ -10,8 +10,8 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -80,7 +80,8 @@ class _Share:
         self._process: BaseProcess = spawn.Process(
             target=_in_worker, args=(self._work, theirs, self._common, self.left), daemon=True
         )
-        self._process.start()
+        with interrupts_held():
+            self._process.start()
         theirs.close()
         self._heard_s = time.monotonic()
         self._begun = False
@@ -123,9 +124,17 @@ class _Share:
         self.connection.close()
 
 
+@contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Ctrl-C waits. Processes that start inside never get it: their parent does and ends them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _in_worker(work: Work, connection: Connection, common: Any, pieces: Sequence[Numbered]) -> None:
-    """Ctrl-C ends the parent, which ends its workers."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     work(connection, common, pieces)
 
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -138,14 +138,14 @@ def sign(record: Mapping[str, Any]) -> dict[str, Any]:
     return {**plain, "sha256": _digest(plain)}
 
 
-def read_record(text: str) -> dict[str, Any]:
+def read_record(text: str | bytes) -> dict[str, Any]:
     """A record that says what it said when it was made.
 
     Raises UserError: it is no such record, or was changed.
     """
     try:
-        record = json.loads(text)
-    except ValueError as error:
+        record = json.loads(text, parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:
         raise UserError("the file is not a JSON record", hint=str(error)) from error
     if not isinstance(record, dict) or record.get("kind") != KIND:
         raise UserError("the file is not a record of metainfer verify")
@@ -175,7 +175,7 @@ def passed(facts: Mapping[str, Any], cache: Path | None = None) -> Passed:
     records = []
     for path in (cache or default_cache()).glob(f"{key_of(facts)}-*.json"):
         with suppress(OSError, UserError):
-            records.append(read_record(path.read_text(encoding="utf-8")))
+            records.append(read_record(path.read_bytes()))
     good: dict[tuple[str, str, str], bool] = {}
     for record in sorted(records, key=lambda one: str(one.get("date"))):
         latest: dict[tuple[str, str, str], bool] = {}
@@ -199,6 +199,10 @@ def unverified(kernels: Iterable[Kernel], done: Passed) -> list[Kernel]:
 def key_of(facts: Mapping[str, Any]) -> str:
     """Names the files of a card and its versions."""
     return _digest(dict(facts))[:16]
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")
 
 
 def _digest(plain: Any) -> str:

@@ -188,6 +188,7 @@ def checkpoint_directory(path: str | Path) -> Path:
             hint="give the directory that holds config.json and the safetensors files",
         )
     if str(path) in known_names():
+        read_arch(path)  # says so where the model is not served
         raise UserError(
             f"'{path}' is the name of a known model, not a checkpoint: its weights are not here",
             hint="give the directory of its checkpoint; `metainfer weights synth` writes one with"

@@ -12,17 +12,18 @@ import hashlib
 import json
 import multiprocessing
 import os
-import signal
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import triton
 
+from metainfer.kernels.processes import interrupts_held
 from metainfer.kernels.triton import machine_code
 from metainfer.kernels.triton.machine_code import MachineCode
 from metainfer.kernels.triton.record import CompileUnit
@@ -98,31 +99,38 @@ def _compiled(jobs: Sequence[Job], workers: int) -> Iterator[tuple[Job, Outcome]
 def _in_processes(jobs: Sequence[Job], workers: int) -> Iterator[tuple[Job, Outcome]]:
     # Children of a process with threads must not be forked from it.
     spawn = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, mp_context=spawn, initializer=_in_silence)
+    until, stop = spawn.Pipe(duplex=False)
+    pool = ProcessPoolExecutor(
+        workers, mp_context=spawn, initializer=_in_silence, initargs=(until,)
+    )
     try:
-        futures: dict[Future[Outcome], Job] = {pool.submit(_compile, *job): job for job in jobs}
+        with interrupts_held():
+            futures: dict[Future[Outcome], Job] = {pool.submit(_compile, *job): job for job in jobs}
         for future in as_completed(futures):
             yield futures[future], future.result()
+    except BaseException:  # what is being compiled may take a minute more, and nobody wants it
+        stop.close()
+        raise
     finally:
         pool.shutdown(cancel_futures=True)
+        stop.close()
+        until.close()
 
 
-def _in_silence() -> None:
-    """Ctrl-C ends the parent, which ends its workers, and they end where it was killed; what native
-    code says at their end, of references that it lost count of, is nobody's concern."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _in_silence(until: Connection) -> None:
+    """Workers end where their parent tells them to or was killed; what native code says at their
+    end, of references that it lost count of, is nobody's concern."""
+    threading.Thread(target=_end_with_parent, args=(until,), daemon=True).start()
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for descriptor in (1, 2):
         os.dup2(nowhere, descriptor)
     os.close(nowhere)
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(until: Connection) -> None:
     parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
+    wait([until, *([] if parent is None else [parent.sentinel])])
+    os._exit(1)
 
 
 def _compile(unit: CompileUnit, capability: Capability) -> Outcome:
