@@ -46,7 +46,10 @@ def parse_order(
                     hint="backends there are: " + ", ".join(sorted(known)),
                 )
         if not names or op in orders:
-            raise UserError(f"the kernel order must list backends of {op} once")
+            raise UserError(
+                f"the kernel order must list backends of {op} once",
+                hint=f"write them behind one another, such as '{op}={','.join(sorted(known)[:2])}'",
+            )
         orders[op] = names
     return orders
 
