@@ -5,8 +5,8 @@
 Stages: the tests of a GPU natively and as the code of sm_89 and sm_80, compute-sanitizer on one
 case of each kernel, `bench ops` natively and as sm_89, `verify`. Every stage is made of processes
 of its own with a deadline, so that a crash or a hang loses nothing; logs, records and
-DIR/device.json are written as stages end. Needs torch, Triton and pytest; run from the root of the
-repository.
+DIR/device.json are written as stages end: one log for all processes of a stage that went well, one
+for each that did not. Needs torch, Triton and pytest; run from the root of the repository.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class Stage:
         most_s: deadline of all of them.
         tool: what runs the interpreter, such as compute-sanitizer with its flags.
         codes: name -> exit code; None where the deadline came first.
+        ends: name -> the last lines of its log.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Stage:
     most_s: float
     tool: Sequence[str] = ()
     codes: dict[str, int | None] = field(default_factory=dict)
+    ends: dict[str, list[str]] = field(default_factory=dict)
     seconds: float = 0.0
 
 
@@ -89,7 +91,7 @@ def all_stages(out: Path, bench: list[str]) -> list[tuple[str, Stage]]:
     sanitizer = find_sanitizer()
     if sanitizer:
         tool = [sanitizer, "--tool", "memcheck", "--error-exitcode", "9", "--print-limit", "5"]
-        stages += [("sanitizer", Stage("memcheck", tests(["--one-case"]), 120, tool))]
+        stages += [("sanitizer", Stage("memcheck", tests(["--one-case"]), 200, tool))]
     bench = [*bench, "--as", "sm_89"]
     warm = {f"compile {n}": ["lab/kernels/warm.py", "--shard", f"{n}/{SHARDS}", *bench] for n in range(SHARDS)}
     stages += [("bench", Stage("compile", warm, 150))]
@@ -143,6 +145,21 @@ def run_stage(stage: Stage, most_s: float, out: Path) -> None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     stage.seconds = time.monotonic() - began
+    gather_logs(stage, out)
+
+
+def gather_logs(stage: Stage, out: Path) -> None:
+    """Note how each log ends, and put those of processes that went well into one file."""
+    few = MOST_LINES if len(stage.commands) == 1 else 1
+    for name in stage.commands:
+        stage.ends[name] = log_of(out, name).read_text(errors="replace").splitlines()[-few:]
+    if len(stage.commands) == 1:
+        return
+    with log_of(out, stage.name).open("wb") as together:
+        for name in stage.commands:
+            if stage.codes[name] == 0:
+                together.write(f"==== {name}\n".encode() + log_of(out, name).read_bytes())
+                log_of(out, name).unlink()
 
 
 def log_of(out: Path, name: str) -> Path:
@@ -162,15 +179,13 @@ def report(stages: Sequence[Stage], out: Path) -> str:
         lines.append(f"== {stage.name}: {stage.seconds:.0f} s, exit {' '.join(ended) or 'not run'}")
         failed: dict[str, None] = {}
         for name, code in stage.codes.items():
-            said = log_of(out, name).read_text(errors="replace").splitlines()
             if name == "bench ops" and (out / "bench-ops.json").is_file():
                 lines += bench_lines(json.loads((out / "bench-ops.json").read_text()))
-            elif len(stage.codes) == 1:
-                lines += said[-MOST_LINES:]
-            else:
-                lines += said[-1:]
-                if code != 0:
-                    failed |= dict.fromkeys(line for line in said if line.startswith(("FAILED", "ERROR", "E  ")))
+                continue
+            lines += stage.ends[name]
+            if code != 0 and len(stage.codes) > 1:
+                said = log_of(out, name).read_text(errors="replace").splitlines()
+                failed |= dict.fromkeys(line for line in said if line.startswith(("FAILED", "ERROR", "E  ")))
         lines += list(failed)[:MOST_LINES]
     return "\n".join(line[:LINE] for line in lines)[:MOST_CHARACTERS]
 
