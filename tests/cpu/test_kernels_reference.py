@@ -376,15 +376,31 @@ def test_routes(case: Any) -> None:
     call = make("moe.route_learned", case, "7 rows")
     (gate_ED, bias_E), (x_TD,) = call.weights, call.arguments
     ids_TK, weights_TK = reference("moe.route_learned", case, call)
-    scores_TE = (1 + (x_TD.double() @ gate_ED.double().T).exp()).log().sqrt()
+    logits_TE = x_TD.double() @ gate_ED.double().T
+    scores_TE = (1 + logits_TE.exp()).log().sqrt()
+    if case.score == "sigmoid":
+        scores_TE = 1 / (1 + (-logits_TE).exp())
     for row, scores_E in enumerate(scores_TE):
-        biased = (scores_E + bias_E).tolist()
+        biased = kept_groups(case, (scores_E + bias_E).tolist())
         best = sorted(range(case.experts), key=lambda e, b=biased: -b[e])[: case.selected]
         assert sorted(ids_TK[row].tolist()) == sorted(best)
         weights_K = scores_E[ids_TK[row]] * case.scale
         if case.normalise:
             weights_K = weights_K / scores_E[ids_TK[row]].sum()
         near("moe.route_learned", case, weights_TK[row], weights_K)
+
+
+def kept_groups(case: Any, biased: list[float]) -> list[float]:
+    """-inf for experts of groups whose two best are worse than those of others."""
+    size = case.experts // case.groups
+    groups = [biased[at : at + size] for at in range(0, case.experts, size)]
+    sums = [sum(sorted(group)[-2:]) for group in groups]
+    worst = sorted(sums)[-case.group_topk]
+    return [
+        number if total >= worst else -math.inf
+        for group, total in zip(groups, sums, strict=True)
+        for number in group
+    ]
 
 
 @pytest.mark.parametrize("case", cases("moe.route_hash"), ids=str)
@@ -424,6 +440,56 @@ def test_experts(case: Any, variant: str) -> None:
                 weight(call.weights[1], expert) @ (gate * gate.sigmoid() * up)
             )
     near("moe.experts", case, reference("moe.experts", case, call), expected)
+
+
+def grouped_e4m3(case: Any, numbers: torch.Tensor) -> torch.Tensor:
+    """float64 -> each group of channels rounded to e4m3 times a power of two."""
+    groups = numbers.unflatten(-1, (-1, case.group))
+    amax = groups.abs().amax(-1, keepdim=True).clamp(min=1e-4)
+    scale = torch.exp2((amax / 448).log2().ceil())
+    codes = (groups / scale).to(torch.float8_e4m3fn).double()
+    return (codes * scale).flatten(-2)
+
+
+def decoded(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    numbers = codes.view(torch.float8_e4m3fn).double().unflatten(1, (scales.shape[1], -1))
+    return (numbers * scales_to_float(scales).double().unsqueeze(2)).flatten(1)
+
+
+@pytest.mark.parametrize("variant", ["5 rows", "an expert twice", "empty rows", "rows apart"])
+@pytest.mark.parametrize("case", cases("moe.experts_fp8_rows"), ids=str)
+def test_experts_of_fp8_rows(case: Any, variant: str) -> None:
+    """The same as experts of the decoded rows, with what is inside rounded."""
+    call = make("moe.experts_fp8_rows", case, variant)
+    codes_TD, scales_TG, ids_TK, weights_TK = call.arguments
+    x_TD = decoded(codes_TD.contiguous(), scales_TG)
+    expected = torch.zeros_like(x_TD)
+    for row, x_D in enumerate(x_TD):
+        for expert, share in zip(ids_TK[row].tolist(), weights_TK[row].double(), strict=True):
+            if not 0 <= expert < case.experts:
+                continue
+            w1, w2, w3 = (
+                fp4_group(part[expert], scale[expert]).double()
+                if case.weight_format == "fp4_group"
+                else fp8_block(part[expert], scale[expert], case.block).double()
+                for part, scale in call.weights
+            )
+            gate, up = (w1 @ x_D).clamp(max=case.limit), (w3 @ x_D).clamp(-case.limit, case.limit)
+            inside = (gate * gate.sigmoid() * up).bfloat16().double()
+            expected[row] += share * (w2 @ grouped_e4m3(case, inside))
+    near("moe.experts_fp8_rows", case, reference("moe.experts_fp8_rows", case, call), expected)
+
+
+@pytest.mark.parametrize("case", cases("moe.swiglu_fp8"), ids=str)
+def test_swiglu_fp8(case: Any) -> None:
+    call = make("moe.swiglu_fp8", case, "7 rows")
+    gate, up = call.arguments[0].double().chunk(2, dim=-1)
+    gate, up = gate.clamp(max=case.limit), up.clamp(-case.limit, case.limit)
+    exact = gate * gate.sigmoid() * up
+    ours = decoded(*reference("moe.swiglu_fp8", case, call))
+    assert (ours - exact).abs().max() <= exact.abs().max() / 16
+    rounded = exact.bfloat16().double() if case.dtype == "bfloat16" else exact
+    assert (ours != grouped_e4m3(case, rounded)).double().mean() < 0.01
 
 
 @pytest.mark.parametrize("case", cases("moe.swiglu"), ids=str)

@@ -82,23 +82,36 @@ VARIANTS: Mapping[str, Mapping[str, Maker]] = {
         "wide": partial(cache.encode_queries, rows=9, kind="wide"),
     },
     "linear.dense": {
-        **_rows(linear.dense, 0, 1, 2, 33),
+        **_rows(linear.dense, 0, 1, 2, 33, 150),
         "rows apart": partial(linear.dense, rows=5, spread=True),
         "one row apart": partial(linear.dense, rows=1, spread=True),
         "fp32 weight": partial(linear.dense, rows=5, dtype="float32"),
         "bf16 weight": partial(linear.dense, rows=5, dtype="bfloat16"),
     },
     "linear.fp8_block": {
-        **_rows(linear.fp8_block, 0, 1, 2, 33),
+        **_rows(linear.fp8_block, 0, 1, 2, 33, 150),
         "rows apart": partial(linear.fp8_block, rows=5, spread=True),
         "fp32 scales, one row": partial(linear.fp8_block, rows=1, scales="fp32"),
         "fp32 scales": partial(linear.fp8_block, rows=19, scales="fp32"),
     },
     "linear.grouped": {
-        **_rows(linear.grouped, 0, 1, 2, 33),
+        **_rows(linear.grouped, 0, 1, 2, 33, 150),
         "fp32 scales": partial(linear.grouped, rows=3, scales="fp32"),
         "fp32 weight": partial(linear.grouped, rows=3, dtype="float32"),
         "bf16 weight": partial(linear.grouped, rows=3, dtype="bfloat16"),
+    },
+    "linear.fp8_rows": {
+        **_rows(linear.fp8_rows, 0, 1, 33, 150),
+        "rows apart": partial(linear.fp8_rows, rows=5, spread=True),
+        "many rows apart": partial(linear.fp8_rows, rows=131, spread=True),
+        "fp32 scales": partial(linear.fp8_rows, rows=19, scales="fp32"),
+        "fp32 scales, many rows": partial(linear.fp8_rows, rows=140, scales="fp32"),
+    },
+    "linear.grouped_fp8_rows": {
+        **_rows(linear.grouped_fp8_rows, 0, 1, 33, 150),
+        "rows apart": partial(linear.grouped_fp8_rows, rows=5, spread=True),
+        "many rows apart": partial(linear.grouped_fp8_rows, rows=131, spread=True),
+        "fp32 scales": partial(linear.grouped_fp8_rows, rows=3, scales="fp32"),
     },
     "hc.mix": {
         **_rows(hc.mix, 0, 1, 3, 33, 300),
@@ -210,7 +223,18 @@ VARIANTS: Mapping[str, Mapping[str, Maker]] = {
         "an expert twice, one row": partial(moe.experts, rows=1, repeated=True),
         "fp32 scales": partial(moe.experts, rows=5, scales="fp32"),
     },
+    "moe.experts_fp8_rows": {
+        **_rows(moe.experts_fp8_rows, 0, 1, 2, 5, 67),
+        "few experts": partial(moe.experts_fp8_rows, rows=9, same=True),
+        "an expert twice": partial(moe.experts_fp8_rows, rows=5, repeated=True),
+        "rows apart": partial(moe.experts_fp8_rows, rows=5, spread=True),
+        "empty rows": partial(moe.experts_fp8_rows, rows=7, empty=True),
+        "no expert at all": partial(moe.experts_fp8_rows, rows=1, empty=True),
+        "distant scales": partial(moe.experts_fp8_rows, rows=5, far=20),
+        "fp32 scales": partial(moe.experts_fp8_rows, rows=3, scales="fp32"),
+    },
     "moe.swiglu": _rows(moe.swiglu, 0, 1, 7),
+    "moe.swiglu_fp8": _rows(moe.swiglu, 0, 1, 7),
 }
 
 

@@ -66,6 +66,13 @@ def _weigh(
     return ids_TK, weights_TK.mul_(case.scale)
 
 
+def routes_eligible(case: RouteCase, target: Target) -> Verdict:
+    """Whether experts are scored as V4 does, all in one group."""
+    if case.score != "sqrtsoftplus" or case.groups > 1:
+        return no(f"scores with sqrtsoftplus in one group, not {case.score} in {case.groups}")
+    return on_cpu(case, target)
+
+
 class DenseExperts(NamedTuple):
     """Numbers of the compute dtype: gate and up one below the other [E, 2 F, D], down [E, D, F]."""
 
@@ -256,8 +263,8 @@ def _gated(gate: torch.Tensor, up: torch.Tensor, limit: float) -> torch.Tensor:
 
 
 BACKENDS = (
-    cpu_backend("moe.route_hash", route_hash, prepare_router),
-    cpu_backend("moe.route_learned", route_learned, prepare_router),
+    cpu_backend("moe.route_hash", route_hash, prepare_router, routes_eligible),
+    cpu_backend("moe.route_learned", route_learned, prepare_router, routes_eligible),
     cpu_backend("moe.experts", experts, prepare_experts, experts_eligible),
     expanded_backend("moe.experts", experts, prepare_expanded),
     cpu_backend("moe.swiglu", swiglu),

@@ -44,6 +44,8 @@ LOADED: Mapping[str, Loaded] = MappingProxyType(
         "linear.dense": _by_rows(linear.dense),
         "linear.fp8_block": _by_rows(linear.fp8_block),
         "linear.grouped": _by_rows(linear.grouped),
+        "linear.fp8_rows": _by_rows(linear.fp8_rows),
+        "linear.grouped_fp8_rows": _by_rows(linear.grouped_fp8_rows),
         "hc.mix": _by_rows(hc.mix),
         "hc.mix_norm": _by_rows(hc.mix_norm),
         "hc.mix_shifted": _by_rows(hc.mix_shifted),
@@ -60,7 +62,9 @@ LOADED: Mapping[str, Loaded] = MappingProxyType(
         "moe.route_hash": _by_rows(moe.route_hash),
         "moe.route_learned": _by_rows(moe.route_learned),
         "moe.experts": _by_rows(moe.experts),
+        "moe.experts_fp8_rows": _by_rows(moe.experts_fp8_rows),
         "moe.swiglu": _by_rows(moe.swiglu),
+        "moe.swiglu_fp8": _by_rows(moe.swiglu),
     }
 )
 """By op: (case, draw, load) -> call."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from metainfer.kernels.inputs.base import Call, Draw, ceil_div
+from metainfer.kernels.inputs.base import Call, Draw, apart, ceil_div
 
 
 def route_learned(case: Any, draw: Draw, rows: int, dtype: str = "float32") -> Call:
@@ -43,12 +43,23 @@ def experts(
     repeated: bool = False,
     scales: str = "e8m0",
 ) -> Call:
-    weights = (
+    weights = _three_weights(case, draw, scales)
+    x_TD = draw.normal(rows, case.width, dtype=case.dtype)
+    return Call(weights, (x_TD, *_chosen(case, draw, rows, same, repeated)))
+
+
+def _three_weights(case: Any, draw: Draw, scales: str) -> tuple[tuple[torch.Tensor, ...], ...]:
+    return (
         _expert_weight(case, draw, case.inner, case.width, scales),
         _expert_weight(case, draw, case.width, case.inner, scales),
         _expert_weight(case, draw, case.inner, case.width, scales),
     )
-    x_TD = draw.normal(rows, case.width, dtype=case.dtype)
+
+
+def _chosen(
+    case: Any, draw: Draw, rows: int, same: bool = False, repeated: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """ids_TK and weights_TK."""
     ids_TK = draw.distinct(rows, case.selected, case.experts)
     if same:
         ids_TK = ids_TK[:1].expand(rows, -1).contiguous()
@@ -56,7 +67,43 @@ def experts(
         ids_TK[::2, 1] = ids_TK[::2, 0]
     weights_TK = draw.normal(rows, case.selected).abs()
     weights_TK[1:2, 0] = 0.0
-    return Call(weights, (x_TD, ids_TK, weights_TK))
+    return ids_TK, weights_TK
+
+
+def experts_fp8_rows(
+    case: Any,
+    draw: Draw,
+    rows: int,
+    same: bool = False,
+    repeated: bool = False,
+    spread: bool = False,
+    empty: bool = False,
+    scales: str = "",
+    far: int = 0,
+) -> Call:
+    """
+    Args:
+        same: all rows choose the same experts.
+        repeated: some rows choose an expert twice.
+        spread: rows lie apart.
+        empty: some rows, and some choices of others, are no expert.
+        far: how many powers of two smaller the scales of some groups of a weight are.
+    """
+    kind = scales or case.scale
+    weights = _three_weights(case, draw, kind)
+    if far and case.weight_format == "fp4_group":
+        for _, scale in weights:
+            scale[:, ::3, ::2] -= far
+    codes_TD = draw.fp8(rows, case.width)
+    codes_TD = (apart(codes_TD) if spread else codes_TD).view(torch.uint8)
+    scales_TG = draw.scales(rows, case.width // case.group, middle=120)
+    if case.scale == "fp32":
+        scales_TG = torch.exp2(scales_TG.float() - 127)
+    ids_TK, weights_TK = _chosen(case, draw, rows, same, repeated)
+    if empty:
+        ids_TK[::3] = -1
+        ids_TK[1::3, 0] = case.experts
+    return Call(weights, (codes_TD, scales_TG, ids_TK, weights_TK))
 
 
 def swiglu(case: Any, draw: Draw, rows: int) -> Call:

@@ -133,11 +133,17 @@ def swiglu(library: Library, case: SwigluCase, gate_up_TF: torch.Tensor) -> torc
     return gate_up_TF[:, : case.inner]
 
 
+_small_routes = small(lambda case: case.experts * case.width)
+
+
+def routes_eligible(case: RouteCase, target: Target) -> Verdict:
+    return torch_moe.routes_eligible(case, target) and _small_routes(case, target)
+
+
 def backends(native: Native) -> tuple[Backend, ...]:
-    routes = small(lambda case: case.experts * case.width)
     return (
-        native.backend("moe.route_hash", route_hash, prepare_router, routes),
-        native.backend("moe.route_learned", route_learned, prepare_router, routes),
+        native.backend("moe.route_hash", route_hash, prepare_router, routes_eligible),
+        native.backend("moe.route_learned", route_learned, prepare_router, routes_eligible),
         native.backend("moe.experts", experts, torch_moe.prepare_experts, experts_eligible),
         native.backend("moe.swiglu", swiglu),
     )
