@@ -46,6 +46,8 @@ class Rates:
 
 def operands_of(case: Any) -> str:
     """The narrowest format in which the products of a case can be exact."""
+    if hasattr(case, "operands"):
+        return str(case.operands)
     keys = str(getattr(case, "key_format", ""))
     # e2m1 codes are e4m3 numbers too, so that both multiply as fp8.
     return "fp8" if keys.startswith("index_fp") else str(case.dtype)
