@@ -18,10 +18,12 @@ _EXACT = ("ties", "NaN")
 def check(
     registry: Registry, op: str, backend: str, case: Any, variant: str, device: str = "cpu"
 ) -> None:
-    """Runs `backend` on `device` and the reference on the CPU on equal inputs, and compares.
+    """Runs `backend` on `device` and the reference on the CPU on equal inputs, and compares. On a
+    GPU it runs once more: a kernel whose parts race gives other bits.
 
     Raises:
-        AssertionError: a result is off, of another shape or format, or an argument was changed.
+        AssertionError: a result is off, of another shape or format, or other the second time, or
+            an argument was changed.
     """
     expected = run(registry, op, REFERENCE, case, make(op, case, variant))
     call = make(op, case, variant, device)
@@ -35,6 +37,14 @@ def check(
         assert results[0].data_ptr() == call.arguments[0].data_ptr()
     spoilt = changed(op, make(op, case, variant, device), call)
     assert not spoilt, spoilt
+    if device != "cpu":
+        again = run(registry, op, backend, case, make(op, case, variant, device))
+        for first, second in zip(actual, again, strict=True):
+            assert torch.equal(_bits(first), _bits(second.cpu())), "the second run gave other bits"
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().flatten().view(torch.uint8)
 
 
 def assert_near(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float) -> None:

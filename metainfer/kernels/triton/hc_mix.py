@@ -9,7 +9,7 @@ depend on which program was first.
 fn comes as PARTS matrices [M, K] in the format of the streams, which add up to it.
 
 Shape suffixes: B rows of a tile, R rows, K channels of a step of the product, N columns of
-partials, P slices, S streams, C pairs of streams, D channels of a row.
+partials, Q columns of all parts of fn, P slices, S streams, C pairs of streams, D channels of a row.
 """
 
 from __future__ import annotations
@@ -28,45 +28,54 @@ def mix_tile(
 ):  # fmt: skip
     """Products and sums of squares of BM rows over the slice of KS channels number `split`."""
     row_B = tile * BM + tl.arange(0, BM)
-    n_N = tl.arange(0, BN)
     k_K = split * KS + tl.arange(0, BK)
     is_row_B = row_B < T
     x_at_BK = streams + row_B.to(tl.int64)[:, None] * K + k_K[None, :]
-    fn_at_KN = parts + n_N[None, :] * K + k_K[:, None]
-    acc_BN = tl.zeros([BM, BN], tl.float32)
+    fn_at_Q, is_fn_Q = mix_columns(parts, K, M, BN, PARTS)
+    fn_at_KQ = fn_at_Q[None, :] + k_K[:, None]
+    acc_BQ = tl.zeros([BM, PARTS * BN], tl.float32)
     square_BK = tl.zeros([BM, BK], tl.float32)
     for step in range(0, KS, BK):
-        x_mask, fn_mask = is_row_B[:, None], (n_N < M)[None, :]
+        x_mask, fn_mask = is_row_B[:, None], is_fn_Q[None, :]
         if not EVEN:
             x_mask = x_mask & (step + k_K < K)[None, :]
             fn_mask = fn_mask & (step + k_K < K)[:, None]
         x_BK = tl.load(x_at_BK + step, mask=x_mask, other=0.0)
-        acc_BN = mix_products(
-            x_BK, fn_at_KN + step, fn_mask, acc_BN, K * M, PARTS=PARTS, UPCAST=UPCAST
-        )
+        fn_KQ = tl.load(fn_at_KQ + step, mask=fn_mask, other=0.0)
+        acc_BQ = mix_products(x_BK, fn_KQ, acc_BQ, T, UPCAST)
         wide_BK = x_BK.to(tl.float32)
         square_BK += wide_BK * wide_BK
-    out_BN = tl.where(n_N[None, :] == M, tl.sum(square_BK, 1)[:, None], acc_BN)
+    n_N = tl.arange(0, BN)
+    out_BN = sum_of_parts(acc_BQ, BM, BN, PARTS)
+    out_BN = tl.where(n_N[None, :] == M, tl.sum(square_BK, 1)[:, None], out_BN)
     at_BN = partials + (row_B.to(tl.int64) * SPLITS + split)[:, None] * BN + n_N[None, :]
     tl.store(at_BN, out_BN, mask=is_row_B[:, None] & (n_N <= M)[None, :])
 
 
 @triton.jit
-def mix_products(
-    x_BK, fn_at_KN, mask, acc_BN, part_size, PARTS: tl.constexpr, UPCAST: tl.constexpr
-):  # fmt: skip
-    """acc + x fn, fn being the sum of its parts, 1 or 2. All is on its way before the first product
-    waits."""
-    fn_KN = tl.load(fn_at_KN, mask=mask, other=0.0)
-    rest_KN = fn_KN
-    if PARTS == 2:
-        rest_KN = tl.load(fn_at_KN + part_size, mask=mask, other=0.0)
+def mix_columns(parts, K: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr):
+    """Where the rows of fn's parts start, as columns side by side, and which of them there are.
+
+    All parts go into one product."""
+    q_Q = tl.arange(0, PARTS * BN)
+    n_Q = q_Q % BN
+    return parts + (q_Q // BN) * (K * M) + n_Q * K, n_Q < M
+
+
+@triton.jit
+def mix_products(x_BK, fn_KQ, acc_BQ, T, UPCAST: tl.constexpr):
+    """acc + x fn, finished when it returns. Triton 3.6 lets wgmma run into the next step of a loop,
+    but overwrites an operand that is also read otherwise, as x is for its squares, one step too
+    early; a use of the sum, here that T rows are not negative, makes it wait."""
     if UPCAST:
-        x_BK, fn_KN, rest_KN = x_BK.to(tl.float32), fn_KN.to(tl.float32), rest_KN.to(tl.float32)
-    acc_BN = tl.dot(x_BK, fn_KN, acc_BN, input_precision="ieee")
-    if PARTS == 2:
-        acc_BN = tl.dot(x_BK, rest_KN, acc_BN, input_precision="ieee")
-    return acc_BN
+        x_BK, fn_KQ = x_BK.to(tl.float32), fn_KQ.to(tl.float32)
+    acc_BQ = tl.dot(x_BK, fn_KQ, acc_BQ, input_precision="ieee")
+    return tl.where(T >= 0, acc_BQ, 0.0)
+
+
+@triton.jit
+def sum_of_parts(acc_BQ, BM: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr):
+    return tl.sum(tl.reshape(acc_BQ, [BM, PARTS, BN]), 1)
 
 
 @triton.jit
@@ -206,12 +215,13 @@ def shifted_partials(
     n_N = tl.arange(0, BN)
     is_row_B = row_B < T
     wide_B = row_B.to(tl.int64)
-    acc_BN = tl.zeros([BM, BN], tl.float32)
+    fn_at_Q, is_fn_Q = mix_columns(parts, S * D, M, BN, PARTS)
+    acc_BQ = tl.zeros([BM, PARTS * BN], tl.float32)
     square_BK = tl.zeros([BM, BK], tl.float32)
     u_square_BK = tl.zeros([BM, BK], tl.float32)
     for step in range(0, DS, BK):
         d_K = split * DS + step + tl.arange(0, BK)
-        x_mask, fn_mask = is_row_B[:, None], (n_N < M)[None, :]
+        x_mask, fn_mask = is_row_B[:, None], is_fn_Q[None, :]
         if not EVEN:
             x_mask = x_mask & (d_K < D)[None, :]
             fn_mask = fn_mask & (d_K < D)[:, None]
@@ -219,8 +229,9 @@ def shifted_partials(
         for i in tl.static_range(S):
             x_at_BK = streams + wide_B[:, None] * (S * D) + (i * D + d_K)[None, :]
             x_BK = tl.load(x_at_BK, mask=x_mask, other=0.0)
-            fn_at_KN = parts + n_N[None, :] * (S * D) + (i * D + d_K)[:, None]
-            acc_BN = mix_products(x_BK, fn_at_KN, fn_mask, acc_BN, S * D * M, PARTS, UPCAST)
+            fn_at_KQ = fn_at_Q[None, :] + (i * D + d_K)[:, None]
+            fn_KQ = tl.load(fn_at_KQ, mask=fn_mask, other=0.0)
+            acc_BQ = mix_products(x_BK, fn_KQ, acc_BQ, T, UPCAST)
             given_B = tl.load(given + wide_B * S + i, mask=is_row_B, other=0.0)
             x_BK = x_BK.to(tl.float32)
             square_BK += x_BK * x_BK
@@ -229,7 +240,8 @@ def shifted_partials(
         to_BK = u + wide_B[:, None] * D + d_K[None, :]
         tl.store(to_BK, u_BK.to(u.dtype.element_ty), mask=x_mask)
         u_square_BK += u_BK * u_BK
-    out_BN = tl.where(n_N[None, :] == M, tl.sum(square_BK, 1)[:, None], acc_BN)
+    out_BN = sum_of_parts(acc_BQ, BM, BN, PARTS)
+    out_BN = tl.where(n_N[None, :] == M, tl.sum(square_BK, 1)[:, None], out_BN)
     out_BN = tl.where(n_N[None, :] == M + 1, tl.sum(u_square_BK, 1)[:, None], out_BN)
     at_BN = partials + (wide_B * SPLITS + split)[:, None] * BN + n_N[None, :]
     tl.store(at_BN, out_BN, mask=is_row_B[:, None] & (n_N <= M + 1)[None, :])
