@@ -9,7 +9,8 @@ depend on which program was first.
 fn comes as PARTS matrices [M, K] in the format of the streams, which add up to it.
 
 Shape suffixes: B rows of a tile, R rows, K channels of a step of the product, N columns of
-partials, Q columns of all parts of fn, P slices, S streams, C pairs of streams, D channels of a row.
+partials, Q columns of all parts of fn, P slices, S streams, C pairs of streams, D channels of a
+row.
 """
 
 from __future__ import annotations
