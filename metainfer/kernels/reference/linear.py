@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from metainfer.kernels.reference.dequantise import fp8_block, scales_to_float, to_float
-from metainfer.kernels.reference.formats import decode_e4m3
 from metainfer.kernels.reference.dtypes import TORCH_DTYPES
+from metainfer.kernels.reference.formats import decode_e4m3
 from metainfer.kernels.registry import Backend
 from metainfer.ops.kernel_order import REFERENCE
 from metainfer.ops.linear import (
