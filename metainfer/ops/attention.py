@@ -231,7 +231,7 @@ _FORMULA = """One softmax over the window and the entries together; a score is t
     and key times the case's scale. Where the case has sinks, exp(sink) of the head is added to the
     denominator alone, like a key of value 0. A value is the first D channels of its key.
     out[t, h] = sum over keys n of softmax(q[t, h] . n) * n[:D]; the softmax is computed in fp32
-    and stable for scores above -1e30. out is 0 where a row sees nothing."""
+    and stable for scores above -2e38. out is 0 where a row sees nothing."""
 
 _RETURNS = """out_THD: new, [T, H, D] in the case's dtype, dense.
         lse_TH: where the case says so, fp32 [T, H]: the natural logarithm of the denominator, the

@@ -22,6 +22,7 @@ from metainfer.kernels.inputs import (
     norm,
     quantise,
     rope,
+    sample,
 )
 from metainfer.kernels.inputs.base import Call, Draw
 
@@ -181,6 +182,7 @@ VARIANTS: Mapping[str, Mapping[str, Maker]] = {
         "late, all entries": partial(attention.sparse_prefill, rows=2, start=400, select=False),
         "long halo": partial(attention.sparse_prefill, rows=2, start=50, halo=60),
         "sharp": partial(attention.sparse_prefill, rows=5, start=20, sharpness=30.0),
+        "far below": partial(attention.sparse_prefill_far_below, rows=2, start=50),
         "all entries": partial(attention.sparse_prefill, rows=5, start=45, select=False),
         "fp32 entries": partial(attention.sparse_prefill, rows=2, start=50, dtype="float32"),
         "bf16 entries": partial(attention.sparse_prefill, rows=2, start=50, dtype="bfloat16"),
@@ -235,6 +237,31 @@ VARIANTS: Mapping[str, Mapping[str, Maker]] = {
     },
     "moe.swiglu": _rows(moe.swiglu, 0, 1, 7),
     "moe.swiglu_fp8": _rows(moe.swiglu, 0, 1, 7),
+    "sample.adjust": {
+        **_rows(sample.adjust, 0, 1, 7),
+        "no lists": partial(sample.adjust, rows=3, lists=0, recent=0),
+        "long lists": partial(sample.adjust, rows=5, lists=300),
+        "many recent": partial(sample.adjust, rows=5, recent=7),
+        "odd": partial(sample.adjust, rows=4, kind="equal"),
+    },
+    "sample.draw": {
+        **_rows(sample.draw_tokens, 0, 1, 14),
+        "greedy": partial(sample.draw_tokens, rows=3, rules="greedy", kind="ties"),
+        "plain": partial(sample.draw_tokens, rows=5, rules="plain"),
+        "ties": partial(sample.draw_tokens, rows=14, kind="ties"),
+        "equal": partial(sample.draw_tokens, rows=7, kind="equal"),
+        "odd": partial(sample.draw_tokens, rows=5, kind="odd", rules="plain"),
+        "odd, greedy": partial(sample.draw_tokens, rows=5, kind="odd", rules="greedy"),
+        "adjusted": partial(sample.draw_tokens, rows=9, adjusted=True),
+        "adjusted, greedy": partial(sample.draw_tokens, rows=4, adjusted=True, rules="greedy"),
+    },
+    "sample.logprobs": {
+        **_rows(sample.logprobs, 0, 1, 7),
+        "none": partial(sample.logprobs, rows=3, top=0),
+        "many": partial(sample.logprobs, rows=3, top=20),
+        "ties": partial(sample.logprobs, rows=3, top=20, kind="ties"),
+        "equal": partial(sample.logprobs, rows=2, kind="equal"),
+    },
 }
 
 

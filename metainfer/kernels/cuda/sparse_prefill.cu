@@ -24,7 +24,7 @@
 #define PRODUCERS 128
 #define LOG2E 1.4426950408889634f
 #define INFINITY __int_as_float(0x7f800000)
-#define LOWEST -1e30f  // finite: a row that sees nothing has weights of 0, not NaN
+#define LOWEST -3e38f  // finite: a row that sees nothing has weights of 0, not NaN
 
 enum Format { BF16 = 0, FP32 = 1, V4_FP8 = 2, V41_FP4 = 3, MLA_FP8 = 4 };
 

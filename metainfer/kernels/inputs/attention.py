@@ -89,6 +89,18 @@ def sparse_prefill(
     return Call((), (q_THK, positions_T, *window, sink_H, *table))
 
 
+def sparse_prefill_far_below(case: Any, draw: Draw, rows: int, start: int) -> Call:
+    """Scores of numbers are all the same and below -1e34, but far above the sinks."""
+    call = sparse_prefill(case, draw, rows, start)
+    if case.ratio and case.entry_format != DENSE:
+        return call
+    q_THK, _, latents_ND, _, sink_H, entries, *_ = call.arguments
+    for numbers, number in ((q_THK, 1e16), (latents_ND, -1e18), (entries, -1e18), (sink_H, -1e37)):
+        if numbers is not None:
+            numbers.fill_(number)
+    return call
+
+
 def sparse_prefill_at_load(case: Any, draw: Draw, load: Load) -> Call:
     """The last `load.rows` rows of a sequence of `load.tokens`."""
     tokens = max(load.tokens, load.rows)

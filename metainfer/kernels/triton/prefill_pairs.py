@@ -15,7 +15,7 @@ import triton.language as tl
 
 # Parameters for which there is one code, wherever they begin.
 LISTS = ("positions", "latent_rows", "sink", "rows", "sequence", "lse")
-LOWEST = tl.constexpr(-1e30)  # finite: a row that sees nothing has weights of 0, not NaN
+LOWEST = tl.constexpr(-3e38)  # finite: a row that sees nothing has weights of 0, not NaN
 
 
 @triton.jit
