@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import triton
 
+from metainfer.kernels.reference.dtypes import TORCH_DTYPES
 from metainfer.kernels.triton.attention_merge import merge_into
 from metainfer.kernels.triton.backend import Declared
 from metainfer.kernels.triton.decode_mma import decode_mma
@@ -28,13 +29,13 @@ from metainfer.kernels.triton.decode_plain import decode_plain
 from metainfer.kernels.triton.decode_wgmma import decode_wgmma
 from metainfer.kernels.triton.key_rows import format_constants
 from metainfer.kernels.triton.launch import Launcher, shared_limit
+from metainfer.kernels.triton.prefill_plain import plain_tile, serves
 from metainfer.ops.attention import DENSE, AttentionCase
 
 # In keys, by the time that one takes: the start and end of a program, a merge, and what each split
 # adds to it.
 _START, _MERGE, _SPLIT = 100.0, 150.0, 4.0
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _GATHER_BYTES = 16
 
 
@@ -65,7 +66,7 @@ class Tile:
 def tile_of(case: AttentionCase, capability: tuple[int, int]) -> Tile:
     """The tile for a GPU; measured where it could be, see lab/kernels/README.md."""
     if case.dtype != "bfloat16" or case.width != 512 or case.rope_extra not in (0, 64):
-        return plain_tile(case)
+        return Tile("plain", *plain_tile(case, 16), 4)
     shared = shared_limit(capability)
     if case.heads <= 16:
         return Tile("mma", 16, 32, 4, resident=2 if shared > 200 * 1024 else 1)
@@ -74,11 +75,6 @@ def tile_of(case: AttentionCase, capability: tuple[int, int]) -> Tile:
     if case.heads > 32 and shared > 160 * 1024:
         return Tile("mma", 64, 32, 8, warps_m=4)
     return Tile("mma", 32, 32, 8, held=256, warps_m=2)
-
-
-def plain_tile(case: AttentionCase) -> Tile:
-    """For the plain kernel, small enough for every GPU."""
-    return Tile("plain", 16, 16 if case.dtype == "float32" else 32, 4)
 
 
 def splits_of(programs: int, tiles: int, keys: int, places: int) -> int:
@@ -110,7 +106,7 @@ def run(
     rows = len(q_THK)
     tile = tile or tile_of(case, launch.capability)
     if launch.interpreted or not _gathers(case, ring, entries):
-        tile = plain_tile(case)
+        tile = Tile("plain", *plain_tile(case, 16, ring, entries), 4)
     window_columns = 0 if window_rows_TW is None else window_rows_TW.shape[1]
     entry_columns = 0 if entry_rows_TK is None else entry_rows_TK.shape[1]
     blocks = triton.cdiv(case.heads, tile.heads)
@@ -192,7 +188,7 @@ def _gathers(case: AttentionCase, ring: torch.Tensor | None, entries: torch.Tens
     for cache, row_format in ((ring, case.window_format), (entries, case.entry_format)):
         if cache is None:
             continue
-        dtype = _DTYPES[case.dtype] if row_format == DENSE else torch.uint8
+        dtype = TORCH_DTYPES[case.dtype] if row_format == DENSE else torch.uint8
         if cache.dtype is not dtype or cache.stride(1) != 1:
             return False
         if cache.stride(0) * cache.element_size() % _GATHER_BYTES:
@@ -211,4 +207,4 @@ def _format_constants(launch: Launcher, case: AttentionCase) -> dict[str, Any]:
     return {**constants, "FP8": window["FP8"] or entry["FP8"]}
 
 
-BACKENDS = (Declared("attention.sparse_decode", run),)
+BACKENDS = (Declared("attention.sparse_decode", run, serves),)

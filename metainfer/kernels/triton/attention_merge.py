@@ -6,11 +6,10 @@ import torch
 import triton
 import triton.language as tl
 
+from metainfer.kernels.reference.dtypes import TORCH_DTYPES
 from metainfer.kernels.triton.backend import Declared
 from metainfer.kernels.triton.launch import Launcher
 from metainfer.ops.attention import MergeCase
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @triton.jit(do_not_specialize=["shards", "pairs"])
@@ -84,7 +83,7 @@ def merge_into(
 def run(
     launch: Launcher, case: MergeCase, out_STHD: torch.Tensor, lse_STH: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    out_THD = out_STHD.new_empty(out_STHD.shape[1:], dtype=_DTYPES[case.dtype])
+    out_THD = out_STHD.new_empty(out_STHD.shape[1:], dtype=TORCH_DTYPES[case.dtype])
     lse_TH = lse_STH.new_empty(lse_STH.shape[1:])
     merge_into(launch, out_STHD.contiguous(), lse_STH.contiguous(), out_THD, lse_TH)
     return out_THD, lse_TH

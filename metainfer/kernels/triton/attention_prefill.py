@@ -20,7 +20,7 @@ from metainfer.kernels.triton.key_rows import format_constants
 from metainfer.kernels.triton.launch import Launcher, shared_limit
 from metainfer.kernels.triton.prefill_entries import Entries, readable
 from metainfer.kernels.triton.prefill_pairs import list_rows, prefill_pairs
-from metainfer.kernels.triton.prefill_plain import prefill_plain
+from metainfer.kernels.triton.prefill_plain import plain_tile, prefill_plain, serves
 from metainfer.ops.attention import DENSE, AttentionCase
 
 _COPY_BYTES = 16
@@ -47,17 +47,11 @@ class Tile:
 def tile_of(case: AttentionCase, capability: tuple[int, int]) -> Tile:
     """The tile for a GPU; measured where it could be, see lab/kernels/README.md."""
     if case.dtype != "bfloat16" or case.width != _VALUE or case.rope_extra not in (0, 64):
-        return plain_tile(case)
+        return Tile("plain", *plain_tile(case, 32), 8)
     heads = 16 if case.heads <= 16 else 32
     roomy = shared_limit(capability) >= 128 * 1024
     keys = 16 if case.rope_extra and heads == 32 and not roomy else 32
     return Tile("pairs", heads, keys, 4, 2)
-
-
-def plain_tile(case: AttentionCase) -> Tile:
-    """For the plain kernel, small enough for every GPU."""
-    heads = 16 if case.heads <= 16 else 32
-    return Tile("plain", heads, 16 if case.dtype == "float32" else 32, 8)
 
 
 def run(
@@ -81,7 +75,7 @@ def run(
     tile = tile or tile_of(case, launch.capability)
     read = readable(launch, case, positions_T, entries, entry_rows_BE, sequence_T)
     if read.coded != DENSE or not _copies(q_THK.dtype, latents_ND, read.rows):
-        tile = plain_tile(case)
+        tile = Tile("plain", *plain_tile(case, 32, latents_ND, read.rows), 8)
     start = _pairs if tile.kernel == "pairs" else _plain
     start(
         launch, case, tile, read, (q_THK.contiguous(), positions_T, latents_ND, latent_rows_T),
@@ -251,4 +245,4 @@ def _copies(dtype: torch.dtype, *keys: torch.Tensor | None) -> bool:
     )
 
 
-BACKENDS = (Declared("attention.sparse_prefill", run),)
+BACKENDS = (Declared("attention.sparse_prefill", run, serves),)

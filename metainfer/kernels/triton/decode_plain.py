@@ -1,4 +1,4 @@
-"""Sparse decode in plain Triton: any width, any dtype, the interpreter.
+"""Sparse decode in plain Triton: any width up to 512, any dtype, the interpreter.
 
 One program holds M heads of one row and a part of that row's keys.
 

@@ -12,6 +12,7 @@ from typing import TypeAlias
 import torch
 import triton
 
+from metainfer.kernels.reference.dtypes import TORCH_DTYPES
 from metainfer.kernels.triton.index_keys import order_keys
 from metainfer.kernels.triton.index_logits import index_logits
 from metainfer.kernels.triton.launch import Launcher, has_fp8
@@ -24,7 +25,6 @@ ORDERED_BYTES = 128 * 2**20
 
 # Rows per list from which on laying keys in order pays.
 _SHARING_ROWS = 64
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ def _ordered_bytes(launch: Launcher, case: IndexCase) -> int:
     """Of one key."""
     if _keeps_codes(launch, case):
         return case.width + 4
-    return case.width * _DTYPES[case.dtype].itemsize
+    return case.width * TORCH_DTYPES[case.dtype].itemsize
 
 
 def in_order(
@@ -119,7 +119,7 @@ def in_order(
     source = listed(case, keys, key_rows_BE, len(piece))
     lists, columns = len(key_rows_BE), len(piece)
     keeps = _keeps_codes(launch, case)
-    dtype = torch.uint8 if keeps else _DTYPES[case.dtype]
+    dtype = torch.uint8 if keeps else TORCH_DTYPES[case.dtype]
     out = source.keys.new_empty(lists * columns, case.width, dtype=dtype)
     out_scales = source.keys.new_empty(lists * columns, dtype=torch.float32) if keeps else None
     block = 32

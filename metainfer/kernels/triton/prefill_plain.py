@@ -1,4 +1,4 @@
-"""Sparse prefill in plain Triton: any width, any dtype, the interpreter.
+"""Sparse prefill in plain Triton: any width up to 512, any dtype, the interpreter.
 
 One program holds M rows of the pair (row, head) that share their keys: one row with its heads.
 
@@ -7,14 +7,47 @@ Shape suffixes: M heads of a program; N keys of a tile; D value channels; X furt
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
+from metainfer.kernels.registry import Verdict, no
+from metainfer.kernels.triton.backend import on_gpu
 from metainfer.kernels.triton.key_rows import key_rows
+from metainfer.ops.attention import AttentionCase
+from metainfer.ops.base import Target
 
 # Parameters for which there is one code, whatever their values.
 NUMBERS = ("columns", "table_stride", "selected_stride")
 LISTS = ("positions", "latent_rows", "sink", "table", "sequence", "selected", "lse")
+
+_MOST_CHANNELS = 512
+_NARROW = 256  # channels of a value: tiles of any dtype are small
+
+
+def serves(case: AttentionCase, target: Target) -> Verdict:
+    """Where tiles of `plain_tile` fit: some inputs of every case need the plain kernels."""
+    if case.width > _MOST_CHANNELS:
+        return no(f"holds values of {_MOST_CHANNELS} channels at most, not of {case.width}")
+    return on_gpu(case, target)
+
+
+def plain_tile(
+    case: AttentionCase, most_heads: int, *caches: torch.Tensor | None
+) -> tuple[int, int]:
+    """(heads, keys) of a tile of the plain kernels, so that it fits 99 KB of shared memory.
+
+    Keys that come as fp32, or as codes that become fp32, take twice the bytes of those in bf16;
+    what the compiler takes then is in tests/compiled/test_plain.py.
+
+    Args:
+        caches: what keys are read from.
+    """
+    in_fp32 = case.dtype == "float32"
+    wide = in_fp32 or any(keys is not None and keys.dtype != torch.bfloat16 for keys in caches)
+    large = case.width > _NARROW
+    heads = 16 if case.heads <= 16 or (large and wide) else most_heads
+    return heads, 16 if in_fp32 or (large and (wide or case.rope_extra)) else 32
 
 
 @triton.jit
