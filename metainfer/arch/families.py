@@ -11,6 +11,7 @@ from typing import Any
 from metainfer.arch import deepseek_v4
 from metainfer.arch.attention import AttentionSide
 from metainfer.arch.attention_sides import ATTENTION_ONLY, of_v4
+from metainfer.arch.overrides import overridden
 from metainfer.arch.record import Arch
 from metainfer.arch.spelling import released_spelling
 from metainfer.core.errors import CheckpointError, UserError
@@ -28,8 +29,11 @@ def known_names() -> tuple[str, ...]:
     return (SHIPPED_MODEL, *sorted(path.stem for path in _KNOWN_DIRECTORY.glob("*.json")))
 
 
-def read_arch(path_or_name: str | Path) -> Arch:
+def read_arch(path_or_name: str | Path, overrides: Mapping[str, Any] | None = None) -> Arch:
     """The Arch of a checkpoint directory, a config.json file, or a known name.
+
+    Args:
+        overrides: values of the config to replace, as `arch.overrides.overridden` does it.
 
     Raises:
         UserError: there is no such path or name.
@@ -37,7 +41,7 @@ def read_arch(path_or_name: str | Path) -> Arch:
             named at once.
     """
     path, name = _locate(path_or_name)
-    return arch_from_config(read_config(path), name)
+    return arch_from_config(overridden(read_config(path), overrides or {}, name), name)
 
 
 def read_attention(path_or_name: str | Path) -> AttentionSide:

@@ -38,9 +38,6 @@ FOREIGN_FLAGS: Mapping[str, str] = MappingProxyType(
         "--ep-size": _ONE_RANK,
         "--generation-config": "defaults of sampling are read from the model's"
         " generation_config.json: leave it out",
-        "--hf-overrides": "edit config.json in the checkpoint's directory",
-        "--load-format": "checkpoints are safetensors: write a random one with"
-        " `metainfer weights synth`",
         "--lora-modules": _NO_LORA,
         "--lora-paths": _NO_LORA,
         "--moe-runner-backend": "kernels are chosen by the plan: leave it out",

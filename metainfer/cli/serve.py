@@ -66,7 +66,7 @@ def run(
         # From here on the port is ours, however long loading takes; torch comes after it.
         from metainfer.cli.env import machine_rows
         from metainfer.cli.session import read_text_side
-        from metainfer.llm.engine import Engine, checkpoint_directory
+        from metainfer.llm.engine import Engine, model_source
         from metainfer.plan.explain import explain
 
         def say_plan(machine: Machine, plan: Plan) -> None:
@@ -74,8 +74,8 @@ def run(
                 terminal.say(f"{label:<10}{fact}")
             terminal.say(f"\n{explain(plan)}\n")
 
-        directory = checkpoint_directory(model_dir(options.model))
-        tokenizer, defaults = read_text_side(directory)
+        directory = model_source(model_dir(options.model), settings)
+        tokenizer, defaults = read_text_side(directory, settings)
         with terminal.progress("loading") as progress:
             engine = Engine.load(directory, settings, progress.update, on_plan=say_plan)
         say_kernels(terminal, engine.kernels)

@@ -17,11 +17,11 @@ from metainfer.llm.client import EngineClient
 from metainfer.llm.dispatch import Call, Dispatcher
 from metainfer.llm.generation import Generation, TextOptions
 from metainfer.llm.request import Request, SamplingParams
-from metainfer.plan.settings import EngineSettings
+from metainfer.plan.settings import EngineSettings, LoadFormat
 from metainfer.shipped import model_dir
 from metainfer.text.chat import ChatEncoder, ChatPrompt
 from metainfer.text.generation_config import GENERATION_CONFIG_FILE, GenerationConfig
-from metainfer.text.tokenizer import Tokenizer
+from metainfer.text.tokenizer import TOKENIZER_FILE, Tokenizer
 
 
 class Session:
@@ -95,20 +95,27 @@ def open_session(
 
     Raises UserError, before anything is loaded, if the tokenizer does not fit the model.
     """
-    from metainfer.llm.engine import Engine, checkpoint_directory
+    from metainfer.llm.engine import Engine, model_source
 
-    directory = checkpoint_directory(model_dir(model))
-    tokenizer, defaults = read_text_side(directory)
+    directory = model_source(model_dir(model), settings)
+    tokenizer, defaults = read_text_side(directory, settings)
     with terminal.progress("loading") as progress:
         engine = Engine.load(directory, settings, progress.update)
     with engine, Session(engine, tokenizer, engine.arch.eos_token_ids, defaults) as session:
         yield session
 
 
-def read_text_side(directory: Path) -> tuple[Tokenizer, GenerationConfig]:
+def read_text_side(directory: Path, settings: EngineSettings) -> tuple[Tokenizer, GenerationConfig]:
     """Tokenizer and defaults of a checkpoint. Raises UserError if they do not fit the model, or
     if no request could be sampled by those defaults."""
-    arch = read_arch(directory)
+    arch = read_arch(directory, settings.hf_overrides)
+    if settings.load_format == LoadFormat.DUMMY and not (directory / TOKENIZER_FILE).is_file():
+        raise UserError(
+            f"{directory} has no {TOKENIZER_FILE}: a model of random weights reads and writes text"
+            " by the tokenizer of its directory",
+            hint="copy a tokenizer next to its config.json; `metainfer bench stages` and `bench"
+            " paired` need none",
+        )
     tokenizer = Tokenizer.load(directory)
     tokenizer.check_fits(arch.vocab_size, arch.bos_token_id, arch.eos_token_ids)
     defaults = GenerationConfig.load(directory)

@@ -40,7 +40,8 @@ from metainfer.nn.cache import CacheStorage
 from metainfer.ops.base import Target
 from metainfer.plan.build import build_plan, choose_target
 from metainfer.plan.plan import Plan
-from metainfer.plan.settings import EngineSettings
+from metainfer.plan.settings import EngineSettings, LoadFormat
+from metainfer.weights.dummy import DummyCheckpoint
 from metainfer.weights.load import Checkpoint, LoadProgress
 
 _log = logging.getLogger(__name__)
@@ -92,6 +93,8 @@ class Engine:
         """Load the checkpoint in `directory` and start serving it.
 
         Args:
+            directory: also a known name or a directory that holds config.json alone, where the
+                weights are drawn at random (`EngineSettings.load_format`).
             on_progress: called with (bytes of weights loaded, bytes in all).
             on_plan: called once it is clear how the model will run, before anything is loaded.
 
@@ -100,15 +103,16 @@ class Engine:
             CheckpointError: listing everything that is wrong with the files.
         """
         began_s = time.perf_counter()
-        directory = checkpoint_directory(directory)
         settings = settings or EngineSettings()
-        machine, arch, registry = probe(), read_arch(directory), builtin_registry()
+        directory = model_source(directory, settings)
+        arch = read_arch(directory, settings.hf_overrides)
+        machine, registry = probe(), builtin_registry()
         capabilities = choose_target(machine, arch, settings, registry.capabilities)
         plan = build_plan(machine, arch, settings, capabilities)
         if on_plan is not None:
             on_plan(machine, plan)
         _set_threads(plan)
-        with Checkpoint.open(directory, arch, on_progress=on_progress) as checkpoint:
+        with _open_weights(directory, arch, settings, plan, on_progress) as checkpoint:
             if checkpoint.unused:
                 _log.info("%d tensors of drafting blocks are not used", len(checkpoint.unused))
             model, runner = _in_a_thread(
@@ -177,6 +181,14 @@ def limits_of(arch: Arch, plan: Plan) -> Limits:
     )
 
 
+def model_source(path: str | Path, settings: EngineSettings) -> Path:
+    """Where the model is read from: `path`, which must be a checkpoint directory unless weights are
+    drawn. Raises UserError saying what it is instead."""
+    if settings.load_format == LoadFormat.DUMMY:
+        return Path(path)  # `read_arch` says so where there is no config
+    return checkpoint_directory(path)
+
+
 def checkpoint_directory(path: str | Path) -> Path:
     """`path`, if it is a directory. Raises UserError saying what it is instead."""
     directory = Path(path)
@@ -191,8 +203,8 @@ def checkpoint_directory(path: str | Path) -> Path:
         read_arch(path)  # says so where the model is not served
         raise UserError(
             f"'{path}' is the name of a known model, not a checkpoint: its weights are not here",
-            hint="give the directory of its checkpoint; `metainfer weights synth` writes one with"
-            " random weights",
+            hint="give the directory of its checkpoint; --load-format dummy runs it with random"
+            " weights, which `metainfer weights synth` writes to a disk",
         )
     raise UserError(
         f"there is no checkpoint directory at '{path}'", hint="give the directory of a checkpoint"
@@ -223,6 +235,18 @@ def _in_a_thread(work: Callable[[], _Made]) -> _Made:
     thread.start()
     thread.join()  # Ctrl-C ends the wait; the thread ends with the process
     return done.result()
+
+
+def _open_weights(
+    source: Path,
+    arch: Arch,
+    settings: EngineSettings,
+    plan: Plan,
+    on_progress: LoadProgress | None,
+) -> Checkpoint:
+    if settings.load_format == LoadFormat.DUMMY:
+        return DummyCheckpoint(arch, plan.device.value, on_progress=on_progress)
+    return Checkpoint.open(source, arch, on_progress=on_progress)
 
 
 def _make_runner(

@@ -5,8 +5,10 @@ Owns the flags and the checks that need no model and no machine; `plan.build` do
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 from metainfer.core.config import Stability, flag
 from metainfer.core.errors import UserError
@@ -19,8 +21,26 @@ class Residency(StrEnum):
     EXPANDED = "expanded"  # unpacked once into the compute dtype, without loss
 
 
+class LoadFormat(StrEnum):
+    """Where the weights come from."""
+
+    AUTO = "auto"  # the checkpoint's files
+    DUMMY = "dummy"  # drawn at random on the device, in the formats that the config names
+
+
 DEVICES = ("cpu", "cuda")
 DTYPES = ("float32", "bfloat16")
+
+
+def parse_overrides(text: str) -> dict[str, Any]:
+    """The object of --hf-overrides. Raises UserError."""
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"'{text}' is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise UserError(f"'{text}' is not a JSON object")
+    return values
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +50,21 @@ class EngineSettings:
     Raises UserError naming the flag whose value no machine and no model could serve.
     """
 
+    load_format: str = flag(
+        "--load-format",
+        "Read the checkpoint's files, or draw random weights in its formats straight into memory:"
+        " then MODEL may be a known name, or a directory that holds config.json alone",
+        str(LoadFormat.AUTO),
+        choices=tuple(LoadFormat),
+    )
+    hf_overrides: dict[str, Any] | None = flag(
+        "--hf-overrides",
+        "Values of config.json to replace, as a JSON object; fewer num_hidden_layers are the first"
+        " layers of the model",
+        aliases=("--json-model-override-args",),
+        unit="json",
+        parse=parse_overrides,
+    )
     device: str | None = flag("--device", "Where the model runs", choices=DEVICES)
     dtype: str | None = flag("--dtype", "Format of activations and matrix products", choices=DTYPES)
     kv_cache_dtype: str | None = flag(
@@ -91,6 +126,7 @@ class EngineSettings:
     threads: int | None = flag("--threads", "CPU threads of one step", unit="n")
 
     def __post_init__(self) -> None:
+        _require_choice("--load-format", self.load_format, tuple(LoadFormat))
         _require_choice("--device", self.device, DEVICES)
         _require_choice("--dtype", self.dtype, DTYPES)
         _require_choice("--kv-cache-dtype", self.kv_cache_dtype, DTYPES)

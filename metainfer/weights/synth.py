@@ -86,7 +86,7 @@ class RandomTensors:
     def __init__(self, arch: Arch, seed: int) -> None:
         self._arch = arch
         self._seed = seed
-        self._tables: dict[tuple[object, ...], _Table] = {}
+        self._tables: dict[tuple[object, ...], Table] = {}
 
     def pieces(self, spec: TensorSpec) -> Iterator[torch.Tensor]:
         """The tensor's elements in order, flat, in pieces of bounded size."""
@@ -95,16 +95,16 @@ class RandomTensors:
         if spec.dtype is DType.I64:
             yield from self._expert_ids(generator, *spec.shape)
             return
-        table = self._table(spec)
+        table = self.table(spec)
         elements = math.prod(spec.shape)
         for start in range(0, elements, _PIECE_ELEMENTS):
             count = min(_PIECE_ELEMENTS, elements - start)
             draws = generator.integers(0, len(table.stored), count, dtype=np.uint16)
             yield torch.from_numpy(table.stored[draws]).view(table.dtype)
 
-    def _table(self, spec: TensorSpec) -> _Table:
+    def table(self, spec: TensorSpec) -> Table:
         """The values of which one is drawn for each element."""
-        build: partial[_Table]
+        build: partial[Table]
         if spec.name.endswith(".scale"):
             build = partial(_scale_table, spec.dtype, self._scale_exponent(spec))
         elif spec.dtype in (DType.F8_E4M3, DType.I8):
@@ -145,7 +145,9 @@ class RandomTensors:
             yield torch.from_numpy(np.cumsum(steps, axis=1) % num_experts).flatten()
 
 
-class _Table(NamedTuple):
+class Table(NamedTuple):
+    """Evenly likely values."""
+
     stored: np.ndarray  # values, seen as integers or floats of their size
     dtype: torch.dtype  # what they are
 
@@ -169,28 +171,28 @@ def _exponent(columns: int, spread: float) -> int:
     return round(math.log2(columns**-0.5 / (spread * _SCALE_RMS)))
 
 
-def _plain_table(dtype: DType, mean: float, spread: float) -> _Table:
+def _plain_table(dtype: DType, mean: float, spread: float) -> Table:
     values = mean + spread * _quantiles(_LEVELS)
     if dtype is DType.F32:
-        return _Table(values.numpy(), torch.float32)
-    return _Table(values.to(torch.bfloat16).view(torch.int16).numpy(), torch.bfloat16)
+        return Table(values.numpy(), torch.float32)
+    return Table(values.to(torch.bfloat16).view(torch.int16).numpy(), torch.bfloat16)
 
 
-def _code_table(dtype: DType, spread: float) -> _Table:
+def _code_table(dtype: DType, spread: float) -> Table:
     if dtype is DType.F8_E4M3:
         values = (spread * _quantiles(_LEVELS)).clamp(-E4M3_LARGEST, E4M3_LARGEST)
         codes = values.to(torch.float8_e4m3fn)
-        return _Table(codes.view(torch.uint8).numpy(), torch.float8_e4m3fn)
+        return Table(codes.view(torch.uint8).numpy(), torch.float8_e4m3fn)
     values = spread * _quantiles(_PAIR_LEVELS)
     pairs = torch.stack(torch.meshgrid(values, values, indexing="ij"), dim=-1)
-    return _Table(pack_e2m1(pairs.flatten()).numpy(), torch.uint8)
+    return Table(pack_e2m1(pairs.flatten()).numpy(), torch.uint8)
 
 
-def _scale_table(dtype: DType, exponent: int) -> _Table:
+def _scale_table(dtype: DType, exponent: int) -> Table:
     if dtype is DType.F32:
         largest = 2.0**exponent
-        return _Table(np.linspace(largest / 2, largest, _LEVELS, dtype=np.float32), torch.float32)
-    return _Table(np.array([exponent + 127, exponent + 126], dtype=np.uint8), torch.uint8)
+        return Table(np.linspace(largest / 2, largest, _LEVELS, dtype=np.float32), torch.float32)
+    return Table(np.array([exponent + 127, exponent + 126], dtype=np.uint8), torch.uint8)
 
 
 def _quantiles(count: int) -> torch.Tensor:
