@@ -65,7 +65,7 @@ def test_the_environment_s_table_is_in_order() -> None:
     assert set(listed) >= SECRETS
 
 
-SHARED_LIBRARIES = {"nvidia-cuda-nvrtc"}  # loaded by path (`kernels/cuda/program.py`)
+SHARED_LIBRARIES = {"nvidia-cuda-nvrtc"}  # loaded by path (`kernels/gpu/program.py`)
 
 
 def test_every_dependency_is_used_and_explained() -> None:

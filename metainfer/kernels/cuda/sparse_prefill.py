@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 
 import torch
 
-from metainfer.kernels.cuda.program import CudaKernel, compiler
+from metainfer.kernels.gpu.program import CudaKernel, compiler
 from metainfer.kernels.registry import YES, Verdict, no
 from metainfer.kernels.triton import attention_prefill
 from metainfer.kernels.triton.backend import Declared
@@ -16,7 +17,7 @@ from metainfer.kernels.triton.prefill_entries import readable
 from metainfer.ops.attention import DENSE, AttentionCase
 from metainfer.ops.base import Target
 
-KERNEL = CudaKernel("sparse_prefill", threads=384)
+KERNEL = CudaKernel("sparse_prefill", threads=384, folder=Path(__file__).parent)
 CAPABILITY = (9, 0)
 
 _HEADS = 64  # rows of a warpgroup's product

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 import torch
 import triton
 
-from metainfer.kernels.cuda.program import CudaKernel, unit_of
-from metainfer.kernels.cuda.run import Programs
+from metainfer.kernels.gpu.program import CudaKernel, unit_of
+from metainfer.kernels.gpu.run import Programs
 
 Grid = tuple[int, ...]
 

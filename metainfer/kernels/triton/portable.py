@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from metainfer.core.errors import MetainferError, UserError
-from metainfer.kernels.triton.driver import Driver
+from metainfer.kernels.gpu.driver import Driver
 from metainfer.kernels.triton.launch import Grid, shared_limit
 from metainfer.kernels.triton.record import CompileUnit, unit_of
 

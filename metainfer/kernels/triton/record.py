@@ -19,8 +19,8 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from metainfer.core.errors import MetainferError, UserError
-from metainfer.kernels.cuda import program
-from metainfer.kernels.cuda.program import CudaKernel, CudaUnit
+from metainfer.kernels.gpu import program
+from metainfer.kernels.gpu.program import CudaKernel, CudaUnit
 from metainfer.kernels.triton.launch import Grid
 
 _POINTERS: Mapping[torch.dtype, str] = {

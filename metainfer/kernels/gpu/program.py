@@ -18,21 +18,22 @@ from typing import Any
 
 from metainfer.core.errors import MetainferError, UserError
 
-_HERE = Path(__file__).parent
 _NAMES = ("libnvrtc.so.13", "libnvrtc.so.12")
 
 
 @dataclass(frozen=True, slots=True)
 class CudaKernel:
-    """One function of one file beside this one.
+    """One function of one file.
 
     Attributes:
         entry: the function; the file is called after it.
         threads: of a block.
+        folder: where the file is, and what it includes.
     """
 
     entry: str
     threads: int
+    folder: Path
 
     @property
     def __name__(self) -> str:
@@ -41,7 +42,7 @@ class CudaKernel:
     @property
     def cache_key(self) -> str:
         """Changes with all sources that the code may come from."""
-        sources = sorted(_HERE.glob("*.cu*"))
+        sources = sorted(self.folder.glob("*.cu*"))
         return hashlib.sha256(b"\0".join(path.read_bytes() for path in sources)).hexdigest()
 
 
@@ -76,7 +77,7 @@ class CudaUnit:
 
     def compile(self, capability: tuple[int, int]) -> Any:
         """Machine code and PTX for GPUs of `capability`, with the names that Triton uses."""
-        asm = _compile(self.kernel.entry, self.constants, capability)
+        asm = _compile(self.kernel, self.constants, capability)
         metadata = SimpleNamespace(name=self.kernel.entry, shared=self.shared_bytes, tmem_size=0)
         return SimpleNamespace(asm={**asm, "ttir": ""}, metadata=metadata)
 
@@ -101,23 +102,22 @@ def compiler() -> ctypes.CDLL | str:
 
 
 def _compile(
-    entry: str, constants: tuple[tuple[str, int], ...], capability: tuple[int, int]
+    kernel: CudaKernel, constants: tuple[tuple[str, int], ...], capability: tuple[int, int]
 ) -> dict[str, Any]:
     library = compiler()
     if isinstance(library, str):
         raise UserError(library)
-    source = (_HERE / f"{entry}.cu").read_bytes()
+    file = f"{kernel.entry}.cu"
+    source = (kernel.folder / file).read_bytes()
     program = ctypes.c_void_p()
     _check(
         library,
-        library.nvrtcCreateProgram(
-            ctypes.byref(program), source, f"{entry}.cu".encode(), 0, None, None
-        ),
+        library.nvrtcCreateProgram(ctypes.byref(program), source, file.encode(), 0, None, None),
     )
     # "a": with the instructions that this generation alone has.
     options = [
         f"--gpu-architecture=sm_{capability[0]}{capability[1]}a",
-        f"--include-path={_HERE}",
+        f"--include-path={kernel.folder}",
         *(f"--define-macro={name}={value}" for name, value in constants),
     ]
     words = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
@@ -125,7 +125,7 @@ def _compile(
         code = library.nvrtcCompileProgram(program, len(options), words)
         if code:
             log = _text(library, program, "ProgramLog")
-            raise MetainferError(f"{entry}.cu does not compile: {log.decode(errors='replace')}")
+            raise MetainferError(f"{file} does not compile: {log.decode(errors='replace')}")
         ptx = _text(library, program, "PTX").rstrip(b"\0").decode()
         return {"cubin": _text(library, program, "CUBIN"), "ptx": ptx}
     finally:

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from metainfer.kernels.cuda.program import CudaUnit
+from metainfer.kernels.gpu.driver import Driver
+from metainfer.kernels.gpu.program import CudaUnit
 
 
 class Programs:
@@ -17,14 +18,12 @@ class Programs:
 
     def __init__(self, capability: tuple[int, int]) -> None:
         self._capability = capability
-        self._driver: Any = None
+        self._driver: Driver | None = None
         self._functions: dict[tuple[int, CudaUnit], int] = {}
 
     def start(self, unit: CudaUnit, grid: Sequence[int], arguments: Sequence[Any]) -> None:
         """As `Launcher.cuda` describes the arguments."""
         if self._driver is None:
-            from metainfer.kernels.triton.driver import Driver
-
             self._driver = Driver()
         stream = torch.cuda.current_stream()
         key = stream.device_index, unit

@@ -1,0 +1,1 @@
+"""What kernels for GPUs need whatever language they are in: NVIDIA's driver and compiler."""
