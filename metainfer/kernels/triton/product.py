@@ -125,7 +125,8 @@ def few_tile(launch: Launcher, sizes: Sizes, form: str, rows: int, parts: int = 
         return _split(launch, sizes, Tile(height, 32, 32, 4, 2))
     step = 128 // _BYTES[form] // parts
     stages = 4 if height == FEW_ROWS else 5
-    return _split(launch, sizes, Tile(height, 64, step, 4, stages))
+    # Sums of 64 rows are too many for the registers of the program that ends last.
+    return _split(launch, sizes, Tile(height, 64, step, 4, stages, ticket=height < FEW_ROWS))
 
 
 def _split(launch: Launcher, sizes: Sizes, tile: Tile) -> Tile:

@@ -19,7 +19,7 @@ from metainfer.kernels.triton.rows import rounded
 
 
 @triton.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=["x_scales"])
-def few_products(
+def few_products(  # noqa: PLR0912, PLR0915 (formats tie all of it together)
     x, x_scales, weight, weight_scales, partials, tickets, y,
     T, outputs, columns, x_stride, x_scales_stride, weight_scales_stride, part_size,
     FORM: tl.constexpr, FP8: tl.constexpr, PARTS: tl.constexpr,

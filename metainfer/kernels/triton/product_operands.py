@@ -18,7 +18,7 @@ from metainfer.kernels.triton.codes import e4m3_to_float, e8m0_to_float
 
 
 @triton.jit
-def operand(x, FORM: tl.constexpr, FP8: tl.constexpr, UPCAST: tl.constexpr):
+def operand(x, FORM: tl.constexpr, FP8: tl.constexpr, UPCAST: tl.constexpr):  # noqa: PLR0911
     """A tile in memory -> in FORM, fp32 in the interpreter."""
     if x.dtype == tl.uint8:
         if UPCAST:

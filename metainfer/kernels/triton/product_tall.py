@@ -32,7 +32,7 @@ def _place(T, outputs, BM: tl.constexpr, BN: tl.constexpr, HIGH: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=["x_scales"])
-def tall_products(
+def tall_products(  # noqa: PLR0912, PLR0915 (formats tie all of it together)
     x, x_scales, weight, weight_scales, y,
     T, outputs, columns, x_stride, x_scales_stride, weight_scales_stride, part_size,
     FORM: tl.constexpr, FP8: tl.constexpr, PARTS: tl.constexpr,
