@@ -18,7 +18,8 @@ from metainfer.kernels.triton import attention_decode
 from metainfer.kernels.triton.attention_decode import Tile, tile_of
 from metainfer.kernels.triton.decode_rows import E2M1_WORDS, E4M3_WORDS
 from metainfer.ops.attention import AttentionCase
-from tests.fakes.gluon_machine import GluonLauncher, assembly
+from tests.fakes.gluon_machine import GluonLauncher
+from tests.fakes.ptx_words import assembly
 
 V4 = AttentionCase(3, 512, 40, ratio=4, topk=50)
 MLA = AttentionCase(3, 512, 0, ratio=1, topk=70, rope_extra=64, scale=0.0625, sink=False, lse=True)
