@@ -66,19 +66,3 @@ def prefill_lists(case: Any, given: Mapping[str, Any]) -> tuple[torch.Tensor, to
         rows_TK = table_BE[sequence, chosen_TK.clamp(min=0)] + offset
         listed.append(torch.where(chosen_TK < 0, -1, rows_TK))
     return torch.cat(keys), torch.cat(listed, dim=1)
-
-
-def decode_lists(case: Any, given: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Decode: the same of ring and entries."""
-    keys: list[torch.Tensor] = []
-    listed = []
-    for row_format, cache, rows in (
-        (case.window_format, "ring", "window_rows_TW"),
-        (case.entry_format, "entries", "entry_rows_TK"),
-    ):
-        numbers = dense_cache(row_format, given[cache])
-        if numbers is not None:
-            offset = sum(map(len, keys))
-            listed.append(torch.where(given[rows] < 0, -1, given[rows] + offset))
-            keys.append(numbers.to(torch.bfloat16))
-    return torch.cat(keys), torch.cat(listed, dim=1)

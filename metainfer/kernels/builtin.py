@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from metainfer.kernels.composed import BACKENDS as COMPOSED_BACKENDS
 from metainfer.kernels.cpu import BACKENDS as CPU_BACKENDS
 from metainfer.kernels.native import native_backends
 from metainfer.kernels.native.library import load_library
@@ -35,6 +36,7 @@ def builtin_registry(launch: Launcher | None = None) -> Registry:
             *_gpu_backends(launch),
             *native_backends(library),
             *CPU_BACKENDS,
+            *COMPOSED_BACKENDS,
             *REFERENCE_BACKENDS,
         )
     )

@@ -15,7 +15,7 @@ from metainfer.core.units import format_bytes
 from metainfer.hardware.machine import Gpu, Machine, Unknown
 from metainfer.ops.base import Target
 from metainfer.ops.capabilities import Capabilities
-from metainfer.ops.kernel_order import REFERENCE
+from metainfer.ops.kernel_order import COMPOSED, REFERENCE
 from metainfer.ops.uses_v4 import served_uses
 from metainfer.plan.memory import Fixed, Sizes, fit_memory
 from metainfer.plan.plan import Origin, Plan, Value
@@ -27,6 +27,7 @@ CPU = Target("cpu")
 
 _DEFAULT_BATCHED_TOKENS = 2048
 _DEFAULT_QUEUED_REQUESTS = 1024
+_WEIGHTED = ("linear.", "moe.experts")  # operations whose weights may be quantised
 _BF16_ISA = ("avx512_bf16", "amx_bf16")
 
 
@@ -228,20 +229,42 @@ def _residency(
         )
     residency = Value(str(residency.value), residency.origin, residency.reason)
     if residency.value == Residency.QUANTISED:
-        return residency, _kernel_order(arch, settings, capabilities)
+        asked = _kernel_order(arch, settings, capabilities)
+        return _as_the_order_has_it(arch, residency, asked, capabilities), asked
     if settings.kernel_order is not None:
         raise UserError(
             "--weights-residency expanded and --kernel-order both choose the implementations",
             hint="leave one of them out",
         )
-    if not capabilities.expanding:
+    expanding = capabilities.expanding - {COMPOSED}
+    if not expanding:
         raise UserError(
             f"no kernel on {capabilities.target} runs with expanded weights",
             hint="leave --weights-residency out",
         )
-    names = (*sorted(capabilities.expanding), *capabilities.default_order)
+    names = (*sorted(expanding), *capabilities.default_order)
     order = "*=" + ",".join(names)
     return residency, Value(order, residency.origin, "weights are to be expanded")
+
+
+def _as_the_order_has_it(
+    arch: Arch, residency: Value[str], order: Value[str], capabilities: Capabilities
+) -> Value[str]:
+    """Expanded, where the order puts a backend first that expands the weights of a product."""
+    chosen = {
+        capabilities.backend_of(op, order.value) for op in _ops(arch) if op.startswith(_WEIGHTED)
+    }
+    named = ", ".join(sorted(name for name in chosen if name and name in capabilities.expanding))
+    if not named:
+        return residency
+    if residency.origin is Origin.FLAG:
+        raise UserError(
+            f"--weights-residency {residency.value} contradicts --kernel-order: {named} expands"
+            " weights",
+            hint="leave one of them out",
+        )
+    text = f"the kernel order names {named}, which unpacks them"
+    return Value(str(Residency.EXPANDED), Origin.FLAG, text)
 
 
 def _kernel_order(arch: Arch, settings: EngineSettings, capabilities: Capabilities) -> Value[str]:

@@ -21,6 +21,7 @@ from metainfer.kernels.timing import Stopwatch
 from metainfer.ops.base import Cost, Load
 from metainfer.ops.catalogue import OPS
 from metainfer.ops.floor import Rates, operands_of
+from metainfer.ops.uses import uses_of
 from tests.fakes.command import metainfer
 
 QUICK = OpsLoad(rounds=2, prefill_rows=16, context=64, decode_batches=(2,), device="cpu")
@@ -49,7 +50,7 @@ def test_all_sides_of_an_operation_take_turns_and_agree() -> None:
     assert json.loads(json.dumps(made))["operations"] == made["operations"]
 
 
-@pytest.mark.parametrize("op", [op for op in OPS if "pebble" in OPS[op].cases])
+@pytest.mark.parametrize("op", sorted({use.op for use in uses_of("pebble", 1)}))
 def test_the_generic_path_computes_what_the_kernels_compute(op: str) -> None:
     load = replace(QUICK, ops=op, rounds=1, decode_batches=(3,))
     here = platform("cpu")
