@@ -34,9 +34,9 @@ class DecoderLayer:
         self, streams_TSD: torch.Tensor, step: StepIndex, cache: CacheStorage
     ) -> torch.Tensor:
         streams_TSD = self._around_attention(
-            streams_TSD, lambda x_TD: self._attention(x_TD, step, cache)
+            streams_TSD, lambda x: self._attention(x, step, cache)
         )
-        return self._around_experts(streams_TSD, lambda x_TD: self._experts(x_TD, step.token_ids_T))
+        return self._around_experts(streams_TSD, lambda x: self._experts(x, step.token_ids_T))
 
 
 class DeepseekV4:
@@ -63,12 +63,15 @@ class DeepseekV4:
         compute_dtype: torch.dtype,
         stream_dtype: torch.dtype | None = None,
         draft_rows: int = 0,
+        activations: str = "plain",
+        side_stream: torch.cuda.Stream | None = None,
     ) -> None:
         """Read all weights and bind all kernels.
 
         Args:
             kernel_order: as `Registry.bind` takes it.
             stream_dtype: format of the residual streams; None for the compute dtype.
+            activations, side_stream: as `nn.builder.LayerBuilder` takes them.
             draft_rows: as in `arch.cache_kinds.cache_kinds`; the cache must have the same.
 
         Raises:
@@ -88,6 +91,8 @@ class DeepseekV4:
             device=device,
             compute_dtype=compute_dtype,
             stream_dtype=self._stream_dtype,
+            activations=activations,
+            side_stream=side_stream,
         )
         self._embed_VD = build.tensor("embed.weight")
         self._layers = [DecoderLayer(build, layer) for layer in arch.layers]

@@ -9,15 +9,16 @@ from metainfer.arch.record import LayerArch, LayerKind
 from metainfer.nn.builder import LayerBuilder
 from metainfer.nn.cache import CacheStorage
 from metainfer.nn.entries import Entries, States
-from metainfer.nn.linear import StackedLinear, grouped, linear
-from metainfer.nn.norm import RmsNorm
+from metainfer.nn.linear import StackedLinear, linear
+from metainfer.nn.outputs import AttentionOutputs
+from metainfer.nn.rows import RmsNorm, Rows
 from metainfer.nn.step_index import PrefillIndex, StepIndex
 from metainfer.ops.attention import AttentionCase
-from metainfer.ops.rope import NormRotateCase, RotateCase
+from metainfer.ops.rope import NormRotateCase
 
 
 class Attention:
-    """x_TD -> y_TD in the compute dtype, summed over ranks; H heads of this rank.
+    """Rows of width D -> y_TD in the compute dtype, summed over ranks; H heads of this rank.
 
     One latent per token is key and value of all heads. Decode rows are written into the ring and
     then read it; a prefill chunk is attended to as it is, behind the part of the ring that it
@@ -35,13 +36,19 @@ class Attention:
         self._entries = None if self._slides else Entries(build, layer)
 
         self._q_rank_and_latent = StackedLinear(build, (f"{prefix}.wq_a", f"{prefix}.wkv"))
-        self._q_norm = RmsNorm(build, f"{prefix}.q_norm")
         self._queries = linear(build, f"{prefix}.wq_b")
+        readers = [self._queries]
+        if self._entries is not None and self._entries.indexer is not None:
+            readers.append(self._entries.indexer.queries)
+        self._q_norm = RmsNorm(
+            build,
+            f"{prefix}.q_norm",
+            plain=not all(reader.coded for reader in readers),
+            coded=any(reader.coded for reader in readers),
+        )
         self._sink_H = build.tensor(f"{prefix}.attn_sink", torch.float32)
         self._heads = len(self._sink_H)
-        self._groups = arch.o_groups // build.group.size
-        self._out_a = grouped(build, f"{prefix}.wo_a", self._groups)
-        self._out_b = linear(build, f"{prefix}.wo_b")
+        self._outputs = AttentionOutputs(build, prefix, self._heads)
 
         self._latent_norm_D = build.norm_weight(f"{prefix}.kv_norm")
         widths = (arch.head_dim, arch.rope_head_dim)
@@ -53,9 +60,6 @@ class Attention:
         self._norm_rotate_latent = build.kernel(
             norm_rotate, NormRotateCase(1, *widths, weighted=True, eps=eps, dtype=dtype)
         )
-        self._unrotate = build.kernel(
-            "rope.rotate", RotateCase(self._heads, *widths, inverse=True, dtype=dtype)
-        )
         topk = arch.index_topk if layer.kind is LayerKind.COMPRESSED_SPARSE else 0
         case = AttentionCase(
             self._heads, arch.head_dim, arch.sliding_window, layer.ratio, topk, dtype
@@ -63,37 +67,36 @@ class Attention:
         self._attend_decode = build.kernel("attention.sparse_decode", case)
         self._attend_prefill = build.kernel("attention.sparse_prefill", case)
 
-    def __call__(self, x_TD: torch.Tensor, step: StepIndex, cache: CacheStorage) -> torch.Tensor:
+    def __call__(self, x: Rows, step: StepIndex, cache: CacheStorage) -> torch.Tensor:
         rotation_TR2 = step.sliding_TR2 if self._slides else step.compressing_TR2
-        q_rank_TQ, latent_TD = self._q_rank_and_latent(x_TD)
-        q_rank_TQ = self._q_norm(q_rank_TQ)
-        q_THD = self._queries(q_rank_TQ).view(-1, self._heads, self._width)
+        q_rank_TQ, latent_TD = self._q_rank_and_latent(x)
+        q_rank = self._q_norm(q_rank_TQ)
+        q_THD = self._queries(q_rank).view(-1, self._heads, self._width)
         q_THD = self._norm_rotate_q(q_THD, None, rotation_TR2)
         latent_T1D = self._norm_rotate_latent(
             latent_TD.unsqueeze(1), self._latent_norm_D, rotation_TR2
         )
         # Every step reads latents as the cache keeps them, so chunks change nothing.
         latent_TD = latent_T1D.squeeze(1).to(cache.dtype)
-        states = self._entries.project(x_TD, step) if self._entries is not None else ()
+        states = self._entries.project(x.plain, step) if self._entries is not None else ()
 
         outputs = []
         if step.decode is not None:
             own = slice(step.decode.num_rows)
-            args = q_THD, latent_TD, q_rank_TQ, states
+            args = q_THD, latent_TD, q_rank, states
             if step.prefills:
-                args = q_THD[own], latent_TD[own], q_rank_TQ[own], tuple(s[own] for s in states)
+                args = q_THD[own], latent_TD[own], q_rank.part(own), tuple(s[own] for s in states)
             outputs.append(self._decode(*args, step, cache))
         for part in step.prefills:
-            outputs.append(self._prefill(q_THD, latent_TD, q_rank_TQ, states, part, step, cache))
+            outputs.append(self._prefill(q_THD, latent_TD, q_rank, states, part, step, cache))
         out_THD = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        out_TGI = self._unrotate(out_THD, rotation_TR2).view(len(x_TD), self._groups, -1)
-        return self._group.all_reduce(self._out_b(self._out_a(out_TGI)))
+        return self._group.all_reduce(self._outputs(out_THD, rotation_TR2))
 
     def _decode(
         self,
         q_THD: torch.Tensor,
         latent_TD: torch.Tensor,
-        q_rank_TQ: torch.Tensor,
+        q_rank: Rows,
         states: States,
         step: StepIndex,
         cache: CacheStorage,
@@ -105,7 +108,7 @@ class Attention:
         ring_ND.index_copy_(0, decode.ring_rows_T, latent_TD)
         entries_MD, entry_rows_TK = None, None
         if self._entries is not None:
-            entry_rows_TK = self._entries.decode(states, q_rank_TQ, step, cache)
+            entry_rows_TK = self._entries.decode(states, q_rank, step, cache)
             if entry_rows_TK is not None:
                 entries_MD = cache.rows(Kind.ENTRIES, self._layer)
         return self._attend_decode(
@@ -121,7 +124,7 @@ class Attention:
         self,
         q_THD: torch.Tensor,
         latent_TD: torch.Tensor,
-        q_rank_TQ: torch.Tensor,
+        q_rank: Rows,
         states: States,
         part: PrefillIndex,
         step: StepIndex,
@@ -134,7 +137,7 @@ class Attention:
         latents_ND = torch.cat([halo, chunk_PD]).to(self._dtype)
         entries_MD, entry_rows_1E, selected_PK = None, None, None
         if self._entries is not None:
-            entry_rows_E, selected_PK = self._entries.prefill(states, q_rank_TQ, part, step, cache)
+            entry_rows_E, selected_PK = self._entries.prefill(states, q_rank, part, step, cache)
             entry_rows_1E = entry_rows_E.unsqueeze(0)
             entries_MD = cache.rows(Kind.ENTRIES, self._layer)
         out_PHD = self._attend_prefill(

@@ -6,12 +6,13 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from metainfer.arch.record import Arch
 from metainfer.comm.group import Group
+from metainfer.core.dtypes import DType
 from metainfer.core.errors import UserError
 from metainfer.kernels.registry import Kernel, Registry
 from metainfer.ops.base import Target
@@ -33,12 +34,26 @@ def dtype_name(dtype: torch.dtype) -> str:
     return _DTYPE_NAMES[dtype]
 
 
+class Rounding(NamedTuple):
+    """How rows are rounded to e4m3 codes before products with quantised matrices.
+
+    Attributes:
+        group: channels that share a scale.
+        scale: format of scales, "e8m0" or "fp32".
+    """
+
+    group: int
+    scale: str
+
+
 class LayerBuilder:
     """Passed to the constructors of layers, which keep nothing of it but bound kernels.
 
     Attributes:
         dtype, stream_dtype: names of the formats of activations and of residual streams.
         compute_dtype: `dtype` as torch knows it.
+        rounding: of rows before products with quantised matrices; None where rows stay as they are.
+        side_stream: where work may run beside the current stream; None for nowhere.
         weights_nbytes: bytes of all weights that were built so far, in the form they are kept in.
         kernels: all that were bound so far.
     """
@@ -55,7 +70,10 @@ class LayerBuilder:
         device: torch.device,
         compute_dtype: torch.dtype,
         stream_dtype: torch.dtype,
+        activations: str = "plain",
+        side_stream: torch.cuda.Stream | None = None,
     ) -> None:
+        """`activations`: one of `ops.uses_v4.ACTIVATIONS`."""
         self.arch = arch
         self.checkpoint = checkpoint
         self.group = group
@@ -63,6 +81,8 @@ class LayerBuilder:
         self.compute_dtype = compute_dtype
         self.dtype = dtype_name(compute_dtype)
         self.stream_dtype = dtype_name(stream_dtype)
+        self.rounding = _rounding(arch) if activations == "fp8" else None
+        self.side_stream = side_stream
         self.weights_nbytes = 0
         self.kernels: list[Kernel] = []
         self._registry = registry
@@ -100,6 +120,13 @@ class LayerBuilder:
         if isinstance(weight, tuple):
             return tuple(self._placed(part) for part in weight)
         return weight.to(self.device)
+
+
+def _rounding(arch: Arch) -> Rounding:
+    """As the released models round: in groups as wide as a block of weights, with their scales."""
+    stored = arch.quantisation
+    scale = "e8m0" if stored.fp8_scale_dtype is DType.F8_E8M0 else "fp32"
+    return Rounding(stored.fp8_block[1], scale)
 
 
 def weight_tensors(weight: Weight) -> tuple[str, tuple[torch.Tensor, ...], tuple[int, int]]:

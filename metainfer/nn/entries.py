@@ -11,6 +11,7 @@ from metainfer.nn.cache import CacheStorage
 from metainfer.nn.compressor import Compressor
 from metainfer.nn.indexer import Indexer
 from metainfer.nn.linear import dense_fp32
+from metainfer.nn.rows import Rows
 from metainfer.nn.step_index import PrefillIndex, StepIndex
 
 States = tuple[torch.Tensor, ...]  # of the compressors, then (CSA) the head weights of the indexer
@@ -21,6 +22,9 @@ class Entries:
 
     The rows of state of both compressors and the indexer's head weights come from one product in
     fp32, whose columns they share.
+
+    Attributes:
+        indexer: of CSA alone.
     """
 
     def __init__(self, build: LayerBuilder, layer: LayerArch) -> None:
@@ -28,7 +32,7 @@ class Entries:
         self._layer, self._ratio = layer.index, layer.ratio
         main = Compressor(build, layer, f"{prefix}.compressor", Kind.COMPRESSOR, Kind.ENTRIES)
         self._compressors = [main]
-        self._indexer: Indexer | None = None
+        self.indexer: Indexer | None = None
         names = list(main.names)
         sizes = [main.width]
         bias = [main.bias_RW]
@@ -41,7 +45,7 @@ class Entries:
                 Kind.INDEX_KEYS,
             )
             self._compressors.append(keys)
-            self._indexer = Indexer(build, layer, f"{prefix}.indexer")
+            self.indexer = Indexer(build, layer, f"{prefix}.indexer")
             names += [*keys.names, f"{prefix}.indexer.weights_proj.weight"]
             sizes += [keys.width, build.arch.index_num_heads]
             bias += [keys.bias_RW, torch.zeros(layer.ratio, build.arch.index_num_heads)]
@@ -56,7 +60,7 @@ class Entries:
         return state_TO.split(self._sizes, dim=1)
 
     def decode(
-        self, states: States, q_rank_TQ: torch.Tensor, step: StepIndex, cache: CacheStorage
+        self, states: States, q_rank: Rows, step: StepIndex, cache: CacheStorage
     ) -> torch.Tensor | None:
         """Take in the decode rows, and no others; returns the rows of Kind.ENTRIES that each
         attends to, or None where there are none (as `attention.sparse_decode` wants them)."""
@@ -64,15 +68,15 @@ class Entries:
         windows = step.decode.windows[self._ratio]
         for compressor, state_TW in zip(self._compressors, states, strict=False):
             compressor.decode(state_TW, windows, cache)
-        if self._indexer is None:
+        if self.indexer is None:
             return windows.entry_rows_TE
         rotation_TR2 = step.compressing_TR2[: step.decode.num_rows]
-        return self._indexer.decode(q_rank_TQ, states[-1], rotation_TR2, windows, cache)
+        return self.indexer.decode(q_rank, states[-1], rotation_TR2, windows, cache)
 
     def prefill(
         self,
         states: States,
-        q_rank_TQ: torch.Tensor,
+        q_rank: Rows,
         part: PrefillIndex,
         step: StepIndex,
         cache: CacheStorage,
@@ -83,10 +87,10 @@ class Entries:
         windows = part.windows[self._ratio]
         for compressor, state_TW in zip(self._compressors, states, strict=False):
             compressor.prefill(state_TW[rows], windows, cache)
-        if self._indexer is None:
+        if self.indexer is None:
             return windows.entry_rows_E, None
         rotation_PR2 = step.compressing_TR2[rows]
-        selected_PK = self._indexer.prefill(
-            q_rank_TQ[rows], states[-1][rows], rotation_PR2, windows, part.start, cache
+        selected_PK = self.indexer.prefill(
+            q_rank.part(rows), states[-1][rows], rotation_PR2, windows, part.start, cache
         )
         return windows.entry_rows_E, selected_PK

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from metainfer.nn.builder import LayerBuilder
-from metainfer.nn.norm import RmsNorm
+from metainfer.nn.rows import RmsNorm, Rows, rounds
 from metainfer.ops.hc import HyperCase
 
 
@@ -36,12 +36,13 @@ class HyperConnection:
         case = _case(build)
         self._mix = build.weighted("hc.mix", case, *_weights(build, prefix))
         self._expand = build.kernel("hc.expand", case)
-        self._norm = RmsNorm(build, norm_prefix)
+        self._norm = RmsNorm(build, norm_prefix, coded=rounds(build, case.width))
 
     def __call__(
-        self, streams_TSD: torch.Tensor, sublayer: Callable[[torch.Tensor], torch.Tensor]
+        self, streams_TSD: torch.Tensor, sublayer: Callable[[Rows], torch.Tensor]
     ) -> torch.Tensor:
-        """The streams [T, S, D] after `sublayer` (x_TD -> y_TD). Overwrites the argument."""
+        """The streams [T, S, D] after `sublayer` (rows of width D -> y_TD). Overwrites the
+        argument."""
         u_TD, post_TS, comb_TSS = self._mix(streams_TSD)
         y_TD = sublayer(self._norm(u_TD))
         return self._expand(streams_TSD, y_TD, post_TS, comb_TSS)
@@ -55,4 +56,4 @@ class HyperHead:
         self._norm = RmsNorm(build, norm_prefix)
 
     def __call__(self, streams_TSD: torch.Tensor) -> torch.Tensor:
-        return self._norm(self._collapse(streams_TSD))
+        return self._norm(self._collapse(streams_TSD)).plain

@@ -9,6 +9,7 @@ from metainfer.arch.record import LayerArch
 from metainfer.nn.builder import LayerBuilder
 from metainfer.nn.cache import CacheStorage
 from metainfer.nn.linear import linear
+from metainfer.nn.rows import Rows
 from metainfer.nn.step_index import DecodeWindows, PrefillWindows
 from metainfer.ops.index import IndexCase
 from metainfer.ops.rope import RotateCase
@@ -16,14 +17,18 @@ from metainfer.ops.rope import RotateCase
 
 class Indexer:
     """Chooses at most `topk` entries a row. Where a sequence has no more, all are chosen, and no
-    query is computed."""
+    query is computed.
+
+    Attributes:
+        queries: the product that makes queries of heads.
+    """
 
     def __init__(self, build: LayerBuilder, layer: LayerArch, prefix: str) -> None:
         arch = build.arch
         self._layer = layer.index
         self._heads, self._width = arch.index_num_heads, arch.index_head_dim
         self._topk = arch.index_topk
-        self._queries = linear(build, f"{prefix}.wq_b")
+        self.queries = linear(build, f"{prefix}.wq_b")
         rotate = RotateCase(self._heads, self._width, arch.rope_head_dim, dtype=build.dtype)
         self._rotate = build.kernel("rope.rotate", rotate)
         case = IndexCase(self._heads, self._width, self._topk, layer.ratio, build.dtype)
@@ -32,7 +37,7 @@ class Indexer:
 
     def decode(
         self,
-        q_rank_TQ: torch.Tensor,
+        q_rank: Rows,
         weights_TH: torch.Tensor,
         rotation_TR2: torch.Tensor,
         windows: DecodeWindows,
@@ -43,7 +48,7 @@ class Indexer:
         entry_rows_TE = windows.entry_rows_TE
         if entry_rows_TE is None or windows.num_entries <= self._topk:
             return entry_rows_TE
-        q_THI = self._rotated_queries(q_rank_TQ, rotation_TR2)
+        q_THI = self._rotated_queries(q_rank, rotation_TR2)
         keys_MI = cache.rows(Kind.INDEX_KEYS, self._layer)
         ids_TK = self._choose_decode(q_THI, weights_TH, keys_MI, entry_rows_TE, None)
         # Entries and index keys lie in the same rows; -1 becomes the last column, which holds -1.
@@ -51,7 +56,7 @@ class Indexer:
 
     def prefill(
         self,
-        q_rank_PQ: torch.Tensor,
+        q_rank: Rows,
         weights_PH: torch.Tensor,
         rotation_PR2: torch.Tensor,
         windows: PrefillWindows,
@@ -62,12 +67,12 @@ class Indexer:
         there is none; None where each attends to all that it sees."""
         if len(windows.entry_rows_E) <= self._topk:
             return None
-        q_PHI = self._rotated_queries(q_rank_PQ, rotation_PR2)
+        q_PHI = self._rotated_queries(q_rank, rotation_PR2)
         keys_MI = cache.rows(Kind.INDEX_KEYS, self._layer)
         entry_rows_1E = windows.entry_rows_E.unsqueeze(0)
         positions_P = torch.arange(start, start + len(q_PHI), device=q_PHI.device)
         return self._choose(q_PHI, weights_PH, keys_MI, entry_rows_1E, None, positions_P, None)
 
-    def _rotated_queries(self, q_rank_TQ: torch.Tensor, rotation_TR2: torch.Tensor) -> torch.Tensor:
-        q_THI = self._queries(q_rank_TQ).view(-1, self._heads, self._width)
+    def _rotated_queries(self, q_rank: Rows, rotation_TR2: torch.Tensor) -> torch.Tensor:
+        q_THI = self.queries(q_rank).view(-1, self._heads, self._width)
         return self._rotate(q_THI, rotation_TR2)

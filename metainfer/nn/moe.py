@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from metainfer.arch.record import LayerArch, RouterKind
 from metainfer.nn.builder import LayerBuilder, weight_tensors
 from metainfer.nn.linear import StackedLinear, linear
-from metainfer.ops.moe import ExpertsCase, RouteCase, SwigluCase
+from metainfer.nn.rows import Rows, rounds
+from metainfer.ops.moe import (
+    ExpertsCase,
+    ExpertsFp8RowsCase,
+    RouteCase,
+    SwigluCase,
+    SwigluFp8Case,
+)
 
 
 class SharedExpert:
@@ -18,16 +23,24 @@ class SharedExpert:
     def __init__(self, build: LayerBuilder, prefix: str) -> None:
         self._gate_up = StackedLinear(build, (f"{prefix}.w1", f"{prefix}.w3"))
         self._down = linear(build, f"{prefix}.w2")
-        inner = build.checkpoint.weight(f"{prefix}.w1").shape[0]
-        case = SwigluCase(inner, build.arch.swiglu_limit, build.dtype)
-        self._swiglu = build.kernel("moe.swiglu", case)
+        inner, limit = build.checkpoint.weight(f"{prefix}.w1").shape[0], build.arch.swiglu_limit
+        if self._down.coded:
+            assert build.rounding is not None
+            coded_case = SwigluFp8Case(inner, limit, *build.rounding, build.dtype)
+            self._swiglu = build.kernel("moe.swiglu_fp8", coded_case)
+        else:
+            self._swiglu = build.kernel("moe.swiglu", SwigluCase(inner, limit, build.dtype))
 
-    def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
-        return self._down(self._swiglu(self._gate_up.joined(x_TD)))
+    def __call__(self, x: Rows) -> torch.Tensor:
+        inner = self._swiglu(self._gate_up.joined(x))
+        return self._down(Rows(None, *inner) if self._down.coded else Rows(inner))
 
 
 class MixtureOfExperts:
-    """x_TD -> fp32 y_TD, summed over ranks."""
+    """Rows of width D -> fp32 y_TD, summed over ranks.
+
+    The shared expert runs beside the routed ones on the side stream, where there is one.
+    """
 
     def __init__(self, build: LayerBuilder, layer: LayerArch) -> None:
         arch = build.arch
@@ -49,31 +62,45 @@ class MixtureOfExperts:
         else:
             bias = build.checkpoint.tensor(f"{prefix}.gate.bias")
             self._route = build.weighted("moe.route_learned", route_case, gate, bias)
+        self._side_stream = build.side_stream
         self._shared = SharedExpert(build, f"{prefix}.shared_experts")
-        self._experts = self._bind_experts(build, f"{prefix}.experts")
+        self._bind_experts(build, f"{prefix}.experts")
 
-    @staticmethod
-    def _bind_experts(build: LayerBuilder, prefix: str) -> Callable[..., torch.Tensor]:
+    def _bind_experts(self, build: LayerBuilder, prefix: str) -> None:
         arch = build.arch
         w1, w2, w3 = build.checkpoint.experts(prefix, range(arch.num_experts), build.device)
         weight_format, _, block = weight_tensors(w1)
-        case = ExpertsCase(
-            arch.num_experts,
-            arch.experts_per_token,
-            arch.hidden_size,
-            w1.shape[1],
-            arch.swiglu_limit,
-            weight_format,
-            block,
-            build.dtype,
+        inner = w1.shape[1]
+        shape = arch.num_experts, arch.experts_per_token, arch.hidden_size, inner
+        stored = arch.swiglu_limit, weight_format, block
+        self._coded = (
+            weight_format != "dense" and rounds(build, arch.hidden_size) and rounds(build, inner)
         )
         tensors = [weight_tensors(weight)[1] for weight in (w1, w2, w3)]
-        return build.weighted("moe.experts", case, *tensors)
-
-    def __call__(self, x_TD: torch.Tensor, token_ids_T: torch.Tensor) -> torch.Tensor:
-        if self._hashes:
-            ids_TK, weights_TK = self._route(x_TD, token_ids_T)
+        if self._coded:
+            assert build.rounding is not None
+            coded_case = ExpertsFp8RowsCase(*shape, *stored, *build.rounding, build.dtype)
+            self._experts = build.weighted("moe.experts_fp8_rows", coded_case, *tensors)
         else:
-            ids_TK, weights_TK = self._route(x_TD)
-        y_TD = self._experts(x_TD, ids_TK, weights_TK)
-        return self._group.all_reduce(y_TD.add_(self._shared(x_TD)))
+            case = ExpertsCase(*shape, *stored, build.dtype)
+            self._experts = build.weighted("moe.experts", case, *tensors)
+
+    def __call__(self, x: Rows, token_ids_T: torch.Tensor) -> torch.Tensor:
+        if self._side_stream is None:
+            y_TD = self._routed(x, token_ids_T)
+            return self._group.all_reduce(y_TD.add_(self._shared(x)))
+        main = torch.cuda.current_stream()
+        self._side_stream.wait_stream(main)
+        with torch.cuda.stream(self._side_stream):
+            shared_TD = self._shared(x)
+        y_TD = self._routed(x, token_ids_T)
+        # All that either stream reads is held until here, so memory is not used again too early.
+        main.wait_stream(self._side_stream)
+        return self._group.all_reduce(y_TD.add_(shared_TD))
+
+    def _routed(self, x: Rows, token_ids_T: torch.Tensor) -> torch.Tensor:
+        """fp32 y_TD of the routed experts."""
+        hashed = (token_ids_T,) if self._hashes else ()
+        ids_TK, weights_TK = self._route(x.plain, *hashed)
+        inputs = x.coded if self._coded else (x.plain,)
+        return self._experts(*inputs, ids_TK, weights_TK)

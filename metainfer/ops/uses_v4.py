@@ -10,30 +10,54 @@ from collections.abc import Sequence
 
 from metainfer.arch.record import Arch, LayerArch, LayerKind, Quantisation, RouterKind, WeightFormat
 from metainfer.arch.split import check_split
+from metainfer.core.dtypes import DType
+from metainfer.core.errors import MetainferError
 from metainfer.ops.attention import AttentionCase
 from metainfer.ops.compress import CompressCase
 from metainfer.ops.hc import HyperCase
 from metainfer.ops.index import IndexCase
-from metainfer.ops.linear import DenseCase, Fp8BlockCase, GroupedCase
-from metainfer.ops.moe import ExpertsCase, RouteCase, SwigluCase
-from metainfer.ops.norm import RmsNormCase
+from metainfer.ops.linear import (
+    DenseCase,
+    Fp8BlockCase,
+    Fp8RowsCase,
+    GroupedCase,
+    GroupedFp8RowsCase,
+)
+from metainfer.ops.moe import (
+    ExpertsCase,
+    ExpertsFp8RowsCase,
+    RouteCase,
+    SwigluCase,
+    SwigluFp8Case,
+)
+from metainfer.ops.norm import RmsNormCase, RmsNormFp8Case
+from metainfer.ops.quantise import QuantiseFp8Case
 from metainfer.ops.rope import NormRotateCase, RotateCase
 from metainfer.ops.use import DECODE, PREFILL, Use, Uses
 
+ACTIVATIONS = ("plain", "fp8")
+"""How rows go into products with quantised matrices: as they are, or rounded to e4m3 groups."""
+
 
 def served_uses(
-    arch: Arch, ranks: int, dtype: str = "bfloat16", stream_dtype: str = "bfloat16"
+    arch: Arch,
+    ranks: int,
+    dtype: str = "bfloat16",
+    stream_dtype: str = "bfloat16",
+    activations: str = "plain",
 ) -> tuple[Use, ...]:
     """Uses of one of `ranks` ranks.
 
     Args:
-        dtype, stream_dtype: as of `nn.builder.LayerBuilder`.
+        dtype, stream_dtype, activations: as of `nn.builder.LayerBuilder`.
 
     Raises:
         UserError: `ranks` does not divide the model (`arch.split.check_split`).
     """
     check_split(arch, ranks)
-    listing = _Listing(arch, ranks, dtype, stream_dtype)
+    if activations not in ACTIVATIONS:
+        raise MetainferError(f"activations are {' or '.join(ACTIVATIONS)}, not {activations}")
+    listing = _Listing(arch, ranks, dtype, stream_dtype, activations)
     for layer in arch.layers:
         listing.layer(layer)
     listing.head()
@@ -43,12 +67,21 @@ def served_uses(
 class _Listing:
     """The uses so far, and the shapes of one rank."""
 
-    def __init__(self, arch: Arch, ranks: int, dtype: str, stream_dtype: str) -> None:
+    def __init__(
+        self, arch: Arch, ranks: int, dtype: str, stream_dtype: str, activations: str
+    ) -> None:
         self.uses = Uses(served=True)
         self._arch = arch
         self._ranks = ranks
         self._dtype = dtype
         self._heads = arch.num_heads // ranks
+        self._rounds_any = activations == "fp8"
+        stored = arch.quantisation
+        self._group = stored.fp8_block[1]
+        self._rounding = (
+            self._group,
+            "e8m0" if stored.fp8_scale_dtype is DType.F8_E8M0 else "fp32",
+        )
         self._streams = HyperCase(
             arch.hc_mult,
             arch.hidden_size,
@@ -74,7 +107,7 @@ class _Listing:
     def _sublayer(self) -> None:
         self.uses.add("hc.mix", self._streams)
         self.uses.add("hc.expand", self._streams)
-        self._norm(self._arch.hidden_size)
+        self._norm(self._arch.hidden_size, coded=self._rounds(self._arch.hidden_size))
 
     def _attention(self, layer: LayerArch) -> None:
         arch, dtype, heads, uses = self._arch, self._dtype, self._heads, self.uses
@@ -82,27 +115,44 @@ class _Listing:
         if layer.kind is not LayerKind.SLIDING:
             self._entries(layer)
         self._stacked((arch.q_lora_rank, arch.head_dim), arch.hidden_size)
-        self._norm(arch.q_lora_rank)
+        coded = self._linear_coded(arch.q_lora_rank)
+        self._norm(arch.q_lora_rank, plain=not coded, coded=coded)
         self._linear(heads * arch.head_dim, arch.q_lora_rank)
         inputs = arch.num_heads * arch.head_dim // arch.o_groups
-        weight_format, block = _stored(arch.quantisation, arch.quantisation.linear)
-        uses.add(
-            "linear.grouped",
-            GroupedCase(groups, arch.o_lora_rank, inputs, weight_format, block, dtype),
-        )
-        self._linear(arch.hidden_size, groups * arch.o_lora_rank)
+        self._outputs(heads, groups, inputs)
         widths = (arch.head_dim, arch.rope_head_dim)
         for case in (
             NormRotateCase(heads, *widths, weighted=False, eps=eps, dtype=dtype),
             NormRotateCase(1, *widths, weighted=True, eps=eps, dtype=dtype),
         ):
             uses.add("rope.norm_rotate", case)
-        uses.add("rope.rotate", RotateCase(heads, *widths, inverse=True, dtype=dtype))
         topk = arch.index_topk if layer.kind is LayerKind.COMPRESSED_SPARSE else 0
         window = arch.sliding_window
         attend = AttentionCase(heads, arch.head_dim, window, layer.ratio, topk, dtype)
         uses.add("attention.sparse_decode", attend, (DECODE,))
         uses.add("attention.sparse_prefill", attend, (PREFILL,))
+
+    def _outputs(self, heads: int, groups: int, inputs: int) -> None:
+        """Inverse rope, and the two products after attention."""
+        arch, dtype = self._arch, self._dtype
+        widths = heads, arch.head_dim
+        shape = groups, arch.o_lora_rank, inputs
+        weight_format, block = _stored(arch.quantisation, arch.quantisation.linear)
+        if self._linear_coded(arch.head_dim):
+            rounded = QuantiseFp8Case(*widths, *self._rounding, arch.rope_head_dim, dtype)
+            self.uses.add("quantise.fp8", rounded)
+            case = GroupedFp8RowsCase(*shape, block, *self._rounding, dtype)
+            self.uses.add("linear.grouped_fp8_rows", case)
+        else:
+            rotate = RotateCase(*widths, arch.rope_head_dim, inverse=True, dtype=dtype)
+            self.uses.add("rope.rotate", rotate)
+            plain = GroupedCase(*shape, weight_format, block, dtype)
+            self.uses.add("linear.grouped", plain)
+        between = groups * arch.o_lora_rank
+        if self._linear_coded(between):
+            rounded = QuantiseFp8Case(1, between, *self._rounding, dtype=dtype)
+            self.uses.add("quantise.fp8", rounded)
+        self._linear(arch.hidden_size, between)
 
     def _entries(self, layer: LayerArch) -> None:
         """Compressors and, where entries are chosen, the indexer."""
@@ -145,22 +195,36 @@ class _Listing:
         uses.add(name, route)
         self._stacked((inner, inner), arch.hidden_size)
         self._linear(arch.hidden_size, inner)
-        uses.add("moe.swiglu", SwigluCase(inner, arch.swiglu_limit, dtype))
+        limit = arch.swiglu_limit
+        if self._linear_coded(inner):
+            uses.add("moe.swiglu_fp8", SwigluFp8Case(inner, limit, *self._rounding, dtype))
+        else:
+            uses.add("moe.swiglu", SwigluCase(inner, limit, dtype))
         weight_format, block = _stored(arch.quantisation, arch.quantisation.experts)
-        experts = ExpertsCase(
-            arch.num_experts,
-            arch.experts_per_token,
-            arch.hidden_size,
-            inner,
-            arch.swiglu_limit,
-            weight_format,
-            block,
-            dtype,
-        )
-        uses.add("moe.experts", experts)
+        shape = arch.num_experts, arch.experts_per_token, arch.hidden_size, inner
+        stored = limit, weight_format, block
+        coded = weight_format != "dense" and self._rounds(arch.hidden_size) and self._rounds(inner)
+        if coded:
+            case = ExpertsFp8RowsCase(*shape, *stored, *self._rounding, dtype)
+            uses.add("moe.experts_fp8_rows", case)
+        else:
+            uses.add("moe.experts", ExpertsCase(*shape, *stored, dtype))
 
-    def _norm(self, width: int) -> None:
-        self.uses.add("norm.rms_norm", RmsNormCase(width, self._arch.rms_norm_eps, self._dtype))
+    def _rounds(self, width: int) -> bool:
+        """Whether rows of `width` are rounded before products with quantised matrices."""
+        return self._rounds_any and width % self._group == 0
+
+    def _linear_coded(self, width: int) -> bool:
+        """Whether a matrix of attention or of the shared expert reads rows of `width` as codes."""
+        return self._arch.quantisation.linear is WeightFormat.FP8_BLOCK and self._rounds(width)
+
+    def _norm(self, width: int, *, plain: bool = True, coded: bool = False) -> None:
+        eps, dtype = self._arch.rms_norm_eps, self._dtype
+        if coded:
+            case = RmsNormFp8Case(width, eps, *self._rounding, normed=plain, dtype=dtype)
+            self.uses.add("norm.rms_norm_fp8", case)
+        else:
+            self.uses.add("norm.rms_norm", RmsNormCase(width, eps, dtype))
 
     def _dense_fp32(self, rows: int) -> None:
         case = DenseCase(rows, self._arch.hidden_size, self._dtype, out_dtype="float32")
@@ -180,6 +244,9 @@ class _Listing:
         weight_format, block = _stored(quantisation, quantisation.linear)
         if weight_format == "dense":
             self.uses.add("linear.dense", DenseCase(rows, columns, dtype, out_dtype=dtype))
+        elif self._rounds(columns):
+            case = Fp8RowsCase(rows, columns, block, *self._rounding, dtype)
+            self.uses.add("linear.fp8_rows", case)
         else:
             self.uses.add("linear.fp8_block", Fp8BlockCase(rows, columns, block, dtype))
 

@@ -14,7 +14,7 @@ from metainfer.core.errors import UserError
 from metainfer.ops.catalogue import OPS
 from metainfer.ops.use import DECODE, PARTS, PREFILL, Use
 from metainfer.ops.uses import uses_of
-from metainfer.ops.uses_v4 import served_uses
+from metainfer.ops.uses_v4 import ACTIVATIONS, served_uses
 from tests.fakes.shapes_only import build_shapes
 
 MODELS = {
@@ -32,12 +32,13 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.parametrize("activations", ACTIVATIONS)
 @pytest.mark.parametrize(("arch", "ranks"), LAYOUTS)
-def test_uses_are_what_the_model_binds(arch: Arch, ranks: int) -> None:
-    model = build_shapes(arch, ranks)
+def test_uses_are_what_the_model_binds(arch: Arch, ranks: int, activations: str) -> None:
+    model = build_shapes(arch, ranks, activations=activations)
     bound = Counter((kernel.op, kernel.case) for kernel in model.kernels)
-    listed = {(use.op, use.case): use.times for use in served_uses(arch, ranks)}
-    assert listed == dict(bound)
+    uses = served_uses(arch, ranks, activations=activations)
+    assert {(use.op, use.case): use.times for use in uses} == dict(bound)
 
 
 def test_uses_in_fp32_are_what_the_model_binds() -> None:

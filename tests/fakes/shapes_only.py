@@ -42,7 +42,9 @@ class ShapesOnly(Checkpoint):
         return torch.empty((len(ids), *one.shape), dtype=one.dtype, device=device)
 
 
-def build_shapes(arch: Arch, size: int, dtype: torch.dtype = torch.bfloat16) -> DeepseekV4:
+def build_shapes(
+    arch: Arch, size: int, dtype: torch.dtype = torch.bfloat16, activations: str = "plain"
+) -> DeepseekV4:
     """The model of one of `size` ranks, all of whose kernels are references."""
     group: Any = SimpleNamespace(rank=0, size=size, all_reduce=lambda partial: partial)
     with torch.device("meta"):
@@ -55,4 +57,5 @@ def build_shapes(arch: Arch, size: int, dtype: torch.dtype = torch.bfloat16) -> 
             group=group,
             device=torch.device("meta"),
             compute_dtype=dtype,
+            activations=activations,
         )
