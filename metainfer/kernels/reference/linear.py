@@ -45,14 +45,14 @@ def fp8_rows(
     case: Fp8RowsCase, weights: Tensors, codes_TI: torch.Tensor, scales_TG: torch.Tensor
 ) -> torch.Tensor:
     x_TI = _rows(codes_TI, scales_TG, case.group)
-    return (x_TI @ fp8_block(*weights, case.block).T).to(TORCH_DTYPES[case.dtype])
+    return (x_TI @ fp8_block(weights[0], weights[1], case.block).T).to(TORCH_DTYPES[case.dtype])
 
 
 def grouped_fp8_rows(
     case: GroupedFp8RowsCase, weights: Tensors, codes_TI: torch.Tensor, scales_TG: torch.Tensor
 ) -> torch.Tensor:
     x_TGI = _rows(codes_TI, scales_TG, case.group).unflatten(1, (case.groups, -1))
-    weight_GLI = fp8_block(*weights, case.block).unflatten(0, (case.groups, -1))
+    weight_GLI = fp8_block(weights[0], weights[1], case.block).unflatten(0, (case.groups, -1))
     out_TGL = torch.einsum("tgi,gli->tgl", x_TGI, weight_GLI)
     return out_TGL.flatten(1).to(TORCH_DTYPES[case.dtype])
 

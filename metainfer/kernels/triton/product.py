@@ -118,38 +118,46 @@ def multiplies_codes(launch: Launcher, sizes: Sizes, x: torch.Tensor) -> bool:
     return x.dtype is torch.uint8 and has_fp8(launch) and narrowest >= _NARROWEST_CODES
 
 
-def few_tile(launch: Launcher, sizes: Sizes, form: str, rows: int, parts: int = 1) -> Tile:
+def few_tile(launch: Launcher, sizes: Sizes, weight: Weight, form: str, rows: int) -> Tile:
     """For at most `FEW_ROWS` rows. The same for all counts of rows up to the next power of two."""
     height = max(16, triton.next_power_of_2(rows))
     if form == "fp32":
-        return _split(launch, sizes, Tile(height, 32, 32, 4, 2))
-    step = 128 // _BYTES[form] // parts
-    stages = 4 if height == FEW_ROWS else 5
+        return _split(launch, sizes, weight, Tile(height, 32, _step(32, sizes, weight), 4, 2))
+    step = _step(128 // _BYTES[form], sizes, weight)
     # Sums of 64 rows are too many for the registers of the program that ends last.
-    return _split(launch, sizes, Tile(height, 64, step, 4, stages, ticket=height < FEW_ROWS))
+    tile = Tile(height, 64, step, 4, 4 if height == FEW_ROWS else 5, ticket=height < FEW_ROWS)
+    if step * _BYTES[form] <= 32:
+        tile = replace(tile, outputs=128, stages=6)
+    return _split(launch, sizes, weight, tile)
 
 
-def _split(launch: Launcher, sizes: Sizes, tile: Tile) -> Tile:
+def _split(launch: Launcher, sizes: Sizes, weight: Weight, tile: Tile) -> Tile:
     """With so many slices that multiprocessors are busy, but partial results are small beside the
     weight."""
     tiles = sizes.groups * triton.cdiv(sizes.rows, tile.outputs)
-    steps = triton.cdiv(sizes.columns, tile.step)
+    steps = len(weight.numbers_POI) * triton.cdiv(sizes.columns, tile.step)
     wanted = _PROGRAMS * launch.multiprocessors // tiles
     wanted = min(wanted, _MOST_SPLITS, steps // 2, sizes.columns // (8 * tile.rows))
     share = triton.cdiv(steps, max(1, wanted))
     return replace(tile, splits=triton.cdiv(steps, share))
 
 
-def tall_tile(launch: Launcher, sizes: Sizes, form: str, rows: int, parts: int = 1) -> Tile:
+def tall_tile(launch: Launcher, sizes: Sizes, weight: Weight, form: str, rows: int) -> Tile:
     """For more rows."""
     if form == "fp32":
-        return Tile(64, 64, 32, 4, 2)
-    wide = triton.cdiv(rows, 128) * triton.cdiv(sizes.rows, 128) * sizes.groups
-    step = 128 // _BYTES[form] // parts
-    if wide < launch.multiprocessors:
+        return Tile(64, 64, _step(32, sizes, weight), 4, 2)
+    step = _step(128 // _BYTES[form], sizes, weight)
+    tiles = triton.cdiv(rows, 128) * triton.cdiv(sizes.rows, 128) * sizes.groups
+    if tiles < launch.multiprocessors:
         return Tile(64, 64, step, 4, 4)
-    stages = 3 if shared_limit(launch.capability) < 128 * 1024 else 4
-    return Tile(128, 128, step, 8, stages)
+    return Tile(128, 128, step, 8, 3 if shared_limit(launch.capability) < 128 * 1024 else 4)
+
+
+def _step(most: int, sizes: Sizes, weight: Weight) -> int:
+    """Columns of a step: of one group and one block where there are scales."""
+    if weight.scales_BB is None:
+        return most
+    return min(most, sizes.block[1], sizes.group if sizes.group > 1 else most)
 
 
 def _few(
@@ -161,9 +169,8 @@ def _few(
     y: torch.Tensor,
     tile: Tile | None,
 ) -> None:
-    form, parts = form_of(launch, x, weight.numbers_POI), len(weight.numbers_POI)
-    tile = tile or few_tile(launch, sizes, form, len(x), parts)
-    step = _step(tile, sizes, weight)
+    form = form_of(launch, x, weight.numbers_POI)
+    tile = tile or few_tile(launch, sizes, weight, form, len(x))
     partials = None
     if tile.splits > 1:
         partials = x.new_empty((tile.splits, *y.shape), dtype=torch.float32)
@@ -181,7 +188,7 @@ def _few(
         num_warps=tile.warps,
         num_stages=tile.stages,
         SPLITS=tile.splits,
-        **_constants(launch, sizes, weight, form, tile, step),
+        **_constants(launch, sizes, weight, form, tile),
     )
     if tile.splits > 1 and not tile.ticket:
         block = 1024
@@ -198,9 +205,8 @@ def _tall(
     y: torch.Tensor,
     tile: Tile | None,
 ) -> None:
-    form, parts = form_of(launch, x, weight.numbers_POI), len(weight.numbers_POI)
-    tile = tile or tall_tile(launch, sizes, form, len(x), parts)
-    step = _step(tile, sizes, weight)
+    form = form_of(launch, x, weight.numbers_POI)
+    tile = tile or tall_tile(launch, sizes, weight, form, len(x))
     tiles = triton.cdiv(len(x), tile.rows) * triton.cdiv(sizes.rows, tile.outputs)
     launch(
         tall_products,
@@ -214,15 +220,8 @@ def _tall(
         num_warps=tile.warps,
         num_stages=tile.stages,
         HIGH=_HIGH,
-        **_constants(launch, sizes, weight, form, tile, step),
+        **_constants(launch, sizes, weight, form, tile),
     )
-
-
-def _step(tile: Tile, sizes: Sizes, weight: Weight) -> int:
-    """Columns of a step: of one group and one block where there are scales."""
-    if weight.scales_BB is None:
-        return tile.step
-    return min(tile.step, sizes.block[1], sizes.group if sizes.group > 1 else tile.step)
 
 
 def _numbers(
@@ -241,7 +240,7 @@ def _numbers(
 
 
 def _constants(
-    launch: Launcher, sizes: Sizes, weight: Weight, form: str, tile: Tile, step: int
+    launch: Launcher, sizes: Sizes, weight: Weight, form: str, tile: Tile
 ) -> dict[str, int | str]:
     """As both kernels take them."""
     in_one = sizes.block[0] % tile.outputs == 0
@@ -254,10 +253,10 @@ def _constants(
         "BLOCK_O": sizes.block[0],
         "BLOCK_I": sizes.block[1],
         "ONE_SCALE": in_one,
-        "EVEN": sizes.columns % step == 0,
+        "EVEN": sizes.columns % tile.step == 0,
         "BM": tile.rows,
         "BN": tile.outputs,
-        "BK": step,
+        "BK": tile.step,
         "UPCAST": launch.interpreted,
     }
 

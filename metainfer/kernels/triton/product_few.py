@@ -54,30 +54,22 @@ def few_products(  # noqa: PLR0912, PLR0915 (formats tie all of it together)
             block = (group * outputs + tile * BN) // BLOCK_O
             scale_at = weight_scales + block * weight_scales_stride
     steps = tl.cdiv(columns, BK)
-    share = tl.cdiv(steps, SPLITS)
-    first = split * share * BK
-    last = tl.minimum((split + 1) * share, steps) * BK
+    share = tl.cdiv(PARTS * steps, SPLITS)
     acc_NM = tl.zeros([BN, BM], tl.float32)
-    for step in range(first, last, BK):
+    for n in range(split * share, tl.minimum((split + 1) * share, PARTS * steps)):
+        step = n % steps * BK
         if EVEN:
-            weight_NK = tl.load(weight_at_NK + step)
+            weight_NK = tl.load(weight_at_NK + (n // steps * part_size + step))
             x_MK = tl.load(x_at_MK + step)
         else:
             is_there_K = (step + k_K < columns)[None, :]
-            weight_NK = tl.load(weight_at_NK + step, mask=is_there_K, other=0)
+            part_at_NK = weight_at_NK + (n // steps * part_size + step)
+            weight_NK = tl.load(part_at_NK, mask=is_there_K, other=0)
             x_MK = tl.load(x_at_MK + step, mask=is_there_K, other=0)
         weight_NK = operand(weight_NK, FORM, FP8, UPCAST)
         x_KM = tl.trans(operand(x_MK, FORM, FP8, UPCAST))
         if weight_scales is None:
             acc_NM = tl.dot(weight_NK, x_KM, acc_NM, input_precision="ieee")
-            if PARTS == 2:
-                if EVEN:
-                    rest_NK = tl.load(weight_at_NK + part_size + step)
-                else:
-                    rest_at_NK = weight_at_NK + part_size + step
-                    rest_NK = tl.load(rest_at_NK, mask=is_there_K, other=0)
-                rest_NK = operand(rest_NK, FORM, FP8, UPCAST)
-                acc_NM = tl.dot(rest_NK, x_KM, acc_NM, input_precision="ieee")
         else:
             part_NM = tl.dot(weight_NK, x_KM, input_precision="ieee")
             scale_M = tl.full([BM], factor_of(FORM), tl.float32)

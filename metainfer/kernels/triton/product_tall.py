@@ -32,7 +32,7 @@ def _place(T, outputs, BM: tl.constexpr, BN: tl.constexpr, HIGH: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=["x_scales"])
-def tall_products(  # noqa: PLR0912, PLR0915 (formats tie all of it together)
+def tall_products(
     x, x_scales, weight, weight_scales, y,
     T, outputs, columns, x_stride, x_scales_stride, weight_scales_stride, part_size,
     FORM: tl.constexpr, FP8: tl.constexpr, PARTS: tl.constexpr,
@@ -70,26 +70,21 @@ def tall_products(  # noqa: PLR0912, PLR0915 (formats tie all of it together)
             block = (group * outputs + across * BN) // BLOCK_O
             scale_at = weight_scales + block * weight_scales_stride
     acc_MN = tl.zeros([BM, BN], tl.float32)
-    for step in range(0, columns, BK):
+    steps = tl.cdiv(columns, BK)
+    for n in range(0, PARTS * steps):
+        step = n % steps * BK
         if EVEN:
             x_MK = tl.load(x_at_MK + step)
-            weight_NK = tl.load(weight_at_NK + step)
+            weight_NK = tl.load(weight_at_NK + (n // steps * part_size + step))
         else:
             is_there_K = (step + k_K < columns)[None, :]
             x_MK = tl.load(x_at_MK + step, mask=is_there_K, other=0)
-            weight_NK = tl.load(weight_at_NK + step, mask=is_there_K, other=0)
+            part_at_NK = weight_at_NK + (n // steps * part_size + step)
+            weight_NK = tl.load(part_at_NK, mask=is_there_K, other=0)
         x_MK = operand(x_MK, FORM, FP8, UPCAST)
         weight_KN = tl.trans(operand(weight_NK, FORM, FP8, UPCAST))
         if weight_scales is None:
             acc_MN = tl.dot(x_MK, weight_KN, acc_MN, input_precision="ieee")
-            if PARTS == 2:
-                if EVEN:
-                    rest_NK = tl.load(weight_at_NK + part_size + step)
-                else:
-                    rest_at_NK = weight_at_NK + part_size + step
-                    rest_NK = tl.load(rest_at_NK, mask=is_there_K, other=0)
-                rest_KN = tl.trans(operand(rest_NK, FORM, FP8, UPCAST))
-                acc_MN = tl.dot(x_MK, rest_KN, acc_MN, input_precision="ieee")
         else:
             part_MN = tl.dot(x_MK, weight_KN, input_precision="ieee")
             scale_M = tl.full([BM], factor_of(FORM), tl.float32)
