@@ -264,6 +264,8 @@ def _make_runner(
         group=Group(),
         device=device,
         compute_dtype=getattr(torch, plan.compute_dtype.value),
+        activations=plan.activations.value,
+        side_stream=torch.cuda.Stream(device) if plan.shared_expert_stream.value == "on" else None,
         draft_rows=draft_rows,
     )
     cache = CacheStorage(

@@ -74,6 +74,7 @@ def build_plan(
         compute_dtype.value, Origin.DEFAULT, "latents are kept in the format they are computed in"
     )
     residency, kernel_order = _residency(arch, settings, capabilities)
+    activations = _activations(arch, settings, capabilities)
     batched_tokens = _flag("--max-num-batched-tokens", settings.max_num_batched_tokens) or Value(
         _DEFAULT_BATCHED_TOKENS,
         Origin.DEFAULT,
@@ -94,6 +95,8 @@ def build_plan(
     return Plan(
         device=device,
         compute_dtype=compute_dtype,
+        activations=activations,
+        shared_expert_stream=_shared_expert_stream(settings, target),
         cache_dtype=cache_dtype,
         tensor_parallel_size=_flag("--tensor-parallel-size", settings.tensor_parallel_size)
         or Value(1, Origin.DEFAULT, "this version runs one rank"),
@@ -119,15 +122,16 @@ def _flag(name: str, given: T | None) -> Value[Any] | None:
     return None if given is None else Value(given, Origin.FLAG, f"given with {name}")
 
 
-def _ops(arch: Arch) -> tuple[str, ...]:
+def _ops(arch: Arch, activations: str) -> tuple[str, ...]:
     """The operations that the model's layers run."""
-    served = served_uses(arch, 1, "bfloat16", "bfloat16")
+    served = served_uses(arch, 1, "bfloat16", "bfloat16", activations)
     return tuple(dict.fromkeys(use.op for use in served))
 
 
 def _uncovered(arch: Arch, capabilities: Capabilities, settings: EngineSettings) -> list[str]:
     order = settings.kernel_order or ""
-    return [op for op in _ops(arch) if capabilities.backend_of(op, order) is None]
+    ops = _ops(arch, _activations(arch, settings, capabilities).value)
+    return [op for op in ops if capabilities.backend_of(op, order) is None]
 
 
 def _gpu_index(machine: Machine, target: Target) -> int:
@@ -144,8 +148,9 @@ def _device(
     if missing:
         listed = ", ".join(missing[:4]) + (", ..." if len(missing) > 4 else "")
         default = ",".join((*capabilities.default_order, REFERENCE))
+        count = len(_ops(arch, _activations(arch, settings, capabilities).value))
         raise UserError(
-            f"{target} has no kernels for {len(missing)} of the {len(_ops(arch))} operations of"
+            f"{target} has no kernels for {len(missing)} of the {count} operations of"
             f" {arch.name} ({listed})",
             hint="leave --device out to run where all operations have one, or allow slow"
             f" references in words: --kernel-order '*={default}'",
@@ -218,6 +223,40 @@ def _compute_dtype(
     return Value("float32", Origin.MEASURED, "the CPU has neither avx512_bf16 nor amx_bf16")
 
 
+def _activations(arch: Arch, settings: EngineSettings, capabilities: Capabilities) -> Value[str]:
+    stored = arch.quantisation
+    plain = {WeightFormat.F32, WeightFormat.BF16}
+    if {stored.linear, stored.experts} <= plain:
+        if settings.activations == "fp8":
+            raise UserError(
+                f"--activations fp8: no matrix of {arch.name} is quantised",
+                hint="leave it out",
+            )
+        return Value("plain", Origin.MODEL, "no matrix of the checkpoint is quantised")
+    if settings.activations is not None:
+        return Value(settings.activations, Origin.FLAG, "given with --activations")
+    expanded = settings.weights_residency == Residency.EXPANDED
+    if expanded or _expanding(arch, settings.kernel_order or "", capabilities):
+        return Value("plain", Origin.DEFAULT, "expanded weights multiply rows as they are")
+    if capabilities.target.type == "cuda":
+        return Value("fp8", Origin.MODEL, "as the released model multiplies quantised matrices")
+    return Value("plain", Origin.DEFAULT, "a CPU gains nothing by rounding them")
+
+
+def _shared_expert_stream(settings: EngineSettings, target: Target) -> Value[str]:
+    given = settings.shared_expert_stream
+    if given == "on" and target.type != "cuda":
+        raise UserError(
+            "--shared-expert-stream on: streams are a GPU's, and this runs on the CPU",
+            hint="leave it out",
+        )
+    if given is not None:
+        return Value(given, Origin.FLAG, "given with --shared-expert-stream")
+    if target.type == "cuda":
+        return Value("on", Origin.DEFAULT, "neither kind of expert fills the GPU to its end")
+    return Value("off", Origin.DEFAULT, "a CPU has no streams")
+
+
 def _residency(
     arch: Arch, settings: EngineSettings, capabilities: Capabilities
 ) -> tuple[Value[str], Value[str]]:
@@ -251,10 +290,7 @@ def _as_the_order_has_it(
     arch: Arch, residency: Value[str], order: Value[str], capabilities: Capabilities
 ) -> Value[str]:
     """Expanded, where the order puts a backend first that expands the weights of a product."""
-    chosen = {
-        capabilities.backend_of(op, order.value) for op in _ops(arch) if op.startswith(_WEIGHTED)
-    }
-    named = ", ".join(sorted(name for name in chosen if name and name in capabilities.expanding))
+    named = ", ".join(_expanding(arch, order.value, capabilities))
     if not named:
         return residency
     if residency.origin is Origin.FLAG:
@@ -267,11 +303,19 @@ def _as_the_order_has_it(
     return Value(str(Residency.EXPANDED), Origin.FLAG, text)
 
 
+def _expanding(arch: Arch, order: str, capabilities: Capabilities) -> list[str]:
+    """The backends that an order puts first for products and that expand their weights."""
+    products = [op for op in _ops(arch, "plain") if op.startswith(_WEIGHTED)]
+    chosen = {capabilities.backend_of(op, order) for op in products}
+    return sorted(name for name in chosen if name and name in capabilities.expanding)
+
+
 def _kernel_order(arch: Arch, settings: EngineSettings, capabilities: Capabilities) -> Value[str]:
     if settings.kernel_order is None:
         return Value("", Origin.DEFAULT, "the device's own order")
     order = settings.kernel_order
-    slow = [op for op in _ops(arch) if capabilities.backend_of(op, order) == REFERENCE]
+    ops = _ops(arch, _activations(arch, settings, capabilities).value)
+    slow = [op for op in ops if capabilities.backend_of(op, order) == REFERENCE]
     reason = "given with --kernel-order"
     if capabilities.target.type != "cpu" and slow:
         reason += f"; slow references are allowed and run for {', '.join(slow)}"

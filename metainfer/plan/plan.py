@@ -43,6 +43,9 @@ class Plan:
     Attributes:
         device: "cpu", or such as "cuda:0".
         compute_dtype: "float32" or "bfloat16": activations and matrix products.
+        activations: "plain", or "fp8": rounded to e4m3 groups before products with quantised
+            matrices.
+        shared_expert_stream: "on": the shared expert runs on a stream beside the routed ones.
         cache_dtype: format of the latent caches, "float32" or "bfloat16".
         tensor_parallel_size: ranks that share the model (1 here).
         max_model_len: longest sequence, prompt and output together.
@@ -59,6 +62,8 @@ class Plan:
 
     device: Value[str]
     compute_dtype: Value[str]
+    activations: Value[str]
+    shared_expert_stream: Value[str]
     cache_dtype: Value[str]
     tensor_parallel_size: Value[int]
     max_model_len: Value[int]

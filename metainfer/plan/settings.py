@@ -30,6 +30,8 @@ class LoadFormat(StrEnum):
 
 DEVICES = ("cpu", "cuda")
 DTYPES = ("float32", "bfloat16")
+ACTIVATIONS = ("plain", "fp8")
+SWITCH = ("on", "off")
 
 
 def parse_overrides(text: str) -> dict[str, Any]:
@@ -67,6 +69,18 @@ class EngineSettings:
     )
     device: str | None = flag("--device", "Where the model runs", choices=DEVICES)
     dtype: str | None = flag("--dtype", "Format of activations and matrix products", choices=DTYPES)
+    activations: str | None = flag(
+        "--activations",
+        "How rows go into products with quantised matrices: as they are, or rounded to fp8 groups",
+        choices=ACTIVATIONS,
+        stability=Stability.EXPERIMENTAL,
+    )
+    shared_expert_stream: str | None = flag(
+        "--shared-expert-stream",
+        "Run the shared expert on a stream of its own, beside the routed experts",
+        choices=SWITCH,
+        stability=Stability.EXPERIMENTAL,
+    )
     kv_cache_dtype: str | None = flag(
         "--kv-cache-dtype", "Format of the latent caches", choices=DTYPES
     )
@@ -129,6 +143,8 @@ class EngineSettings:
         _require_choice("--load-format", self.load_format, tuple(LoadFormat))
         _require_choice("--device", self.device, DEVICES)
         _require_choice("--dtype", self.dtype, DTYPES)
+        _require_choice("--activations", self.activations, ACTIVATIONS)
+        _require_choice("--shared-expert-stream", self.shared_expert_stream, SWITCH)
         _require_choice("--kv-cache-dtype", self.kv_cache_dtype, DTYPES)
         _require_choice("--weights-residency", self.weights_residency, tuple(Residency))
         _require_least("--tensor-parallel-size", self.tensor_parallel_size, 1)

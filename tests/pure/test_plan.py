@@ -68,6 +68,8 @@ def test_every_value_has_an_origin_and_a_reason_and_survives_json():
     [
         ("dtype", "float32", "compute_dtype", "float32"),
         ("kv_cache_dtype", "float32", "cache_dtype", "float32"),
+        ("activations", "fp8", "activations", "fp8"),
+        ("shared_expert_stream", "off", "shared_expert_stream", "off"),
         ("weights_residency", "expanded", "weights_residency", "expanded"),
         ("max_model_len", 300, "max_model_len", 300),
         ("max_num_seqs", 3, "max_num_seqs", 3),
@@ -109,14 +111,14 @@ def test_expanded_weights_name_their_kernels():
 
 
 def test_a_reference_on_an_accelerator_is_allowed_in_words():
-    slow = ("moe.route_learned", "moe.experts")
+    slow = ("moe.route_learned", "moe.experts_fp8_rows")
     with_references = {op: ("reference",) if op in slow else ("triton", "reference") for op in OPS}
     able = Capabilities(Target("cuda", (12, 0)), with_references, ("triton",), frozenset())
     machine = make_machine(gpus=(CARD,))
     assert "--kernel-order" in refusal(machine, able=able, device="cuda")
     allowed = plan(machine, able=able, device="cuda", kernel_order="*=triton,reference")
     assert allowed.device.value == "cuda:0"
-    assert "moe.experts, moe.route_learned" in allowed.kernel_order.reason
+    assert "moe.experts_fp8_rows, moe.route_learned" in allowed.kernel_order.reason
     assert "unknown backend fast" in refusal(kernel_order="*=fast")
     assert "both choose" in refusal(weights_residency="expanded", kernel_order="*=cpu")
 
@@ -232,9 +234,9 @@ def test_blocks_that_are_given_bound_the_context_that_is_not():
 
 def test_a_device_without_kernels_is_refused_with_their_names():
     gpu = make_machine(gpus=(CARD,))
-    lacking = on(Target("cuda", (12, 0)), without=("moe.experts", "norm.rms_norm"))
+    lacking = on(Target("cuda", (12, 0)), without=("moe.experts_fp8_rows", "norm.rms_norm"))
     said = refusal(gpu, able=lacking, device="cuda")
-    assert "cuda:sm_120 has no kernels for 2 of the" in said and "moe.experts" in said
+    assert "cuda:sm_120 has no kernels for 2 of the" in said and "moe.experts_fp8_rows" in said
     made = plan(gpu, able=on(Target("cuda", (12, 0))), device="cuda")
     assert (made.device.value, made.threads.value) == ("cuda:0", 0)
 
