@@ -94,8 +94,8 @@ def few_products(  # noqa: PLR0912, PLR0915 (formats tie all of it together)
             ticket_at = tickets + group * tl.num_programs(0) + tile
             if tl.atomic_add(ticket_at, 1, sem="acq_rel") == SPLITS - 1:
                 sum_NM = tl.zeros([BN, BM], tl.float32)
-                for n in tl.static_range(SPLITS):
-                    at_NM = partials + n * size + place_NM
+                for place in tl.static_range(SPLITS):
+                    at_NM = partials + place * size + place_NM
                     sum_NM += tl.load(at_NM, mask=is_there_NM, other=0.0, cache_modifier=".cg")
                 tl.store(y + place_NM, rounded(sum_NM, y).to(y.dtype.element_ty), mask=is_there_NM)
                 tl.store(ticket_at, 0)
