@@ -40,8 +40,19 @@ def read_arch(path_or_name: str | Path, overrides: Mapping[str, Any] | None = No
         CheckpointError: the config is not readable JSON, or not handled; every key at fault is
             named at once.
     """
+    _, name = _locate(path_or_name)
+    return arch_from_config(config_of(path_or_name, overrides), name)
+
+
+def config_of(
+    path_or_name: str | Path, overrides: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The config that `read_arch` reads, in the file's own spelling.
+
+    Raises UserError, CheckpointError: as `read_arch`.
+    """
     path, name = _locate(path_or_name)
-    return arch_from_config(overridden(read_config(path), overrides or {}, name), name)
+    return overridden(read_config(path), overrides or {}, name)
 
 
 def read_attention(path_or_name: str | Path) -> AttentionSide:

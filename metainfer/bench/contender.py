@@ -1,10 +1,12 @@
-"""Contender: one side of `bench model`, as the worker process drives it. No torch here."""
+"""Contender: one side of a comparison, as its process drives it. No torch here."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
+
+from metainfer.bench.traffic import Arrival, Served
 
 Prompts = Sequence[Sequence[int]]
 
@@ -36,3 +38,12 @@ class Contender(Protocol):
 
     def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
         """`count` greedy tokens after a prompt."""
+
+    def traffic(self, arrivals: Sequence[Arrival]) -> list[Served]:
+        """Serve requests as they come. Raises UserError if the side has no scheduler."""
+
+    def receipt(self) -> dict[str, Any]:
+        """What it is and how it runs, once it is loaded."""
+
+    def counted(self) -> dict[str, int]:
+        """Tokens so far: "prompt_tokens", and of them "cached_tokens" that were not computed."""

@@ -2,33 +2,39 @@
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
-from metainfer.arch.families import read_arch
+from metainfer.arch.record import Arch
 from metainfer.bench.contender import Prompts, Timing
-from metainfer.core.errors import MetainferError
-from metainfer.core.events import FinishEvent, FinishReason, TokenEvent
+from metainfer.bench.stage import SPARE_TOKENS
+from metainfer.bench.traffic import Arrival, Served
+from metainfer.core.errors import MetainferError, UserError
+from metainfer.core.events import EngineEvent, FinishEvent, FinishReason, TokenEvent
+from metainfer.hardware.machine import Gpu, Machine, Unknown
+from metainfer.kernels.builtin import builtin_registry
 from metainfer.llm.engine import Engine
 from metainfer.llm.offline import generate
 from metainfer.llm.request import Request, SamplingParams
+from metainfer.plan.build import build_plan, choose_target
 from metainfer.plan.settings import EngineSettings
-
-_SPARE_TOKENS = 64
-"""Room for what sequences generate while others of their batch are still in prefill."""
 
 
 class EngineContender:
-    """The engine as `serve` starts it, but for the sizes, which are those of the work."""
+    """The engine as `serve` starts it with these settings."""
 
-    def __init__(
-        self, directory: Path, threads: int, max_model_len: int, max_num_seqs: int
-    ) -> None:
-        longest = min(max_model_len + _SPARE_TOKENS, read_arch(directory).max_model_len)
-        settings = EngineSettings(threads=threads, max_model_len=longest, max_num_seqs=max_num_seqs)
-        self._engine = Engine.load(directory, settings)
+    def __init__(self, model: Path, settings: EngineSettings) -> None:
+        began_s = time.perf_counter()
+        self._engine = Engine.load(model, settings)
+        self._settings = settings
+        self._load_s = time.perf_counter() - began_s
+        self._prompt_tokens = self._cached_tokens = 0
 
     @property
     def dtype(self) -> str:
@@ -48,7 +54,7 @@ class EngineContender:
         wanted = len(prompts) * (count - 1)
         without_token = set(range(len(prompts)))
         tokens, started_s, ended_s = 0, 0.0, 0.0
-        for index, now_s in self._tokens(prompts, count + _SPARE_TOKENS):
+        for index, now_s in self._tokens(prompts, count + SPARE_TOKENS):
             if without_token:
                 without_token.discard(index)
                 started_s = now_s
@@ -62,6 +68,46 @@ class EngineContender:
         (result,) = generate(self._engine, [prompt], _greedy(count))
         return list(result.token_ids)
 
+    def traffic(self, arrivals: Sequence[Arrival]) -> list[Served]:
+        waiting = list(reversed(arrivals))
+        live: dict[str, _Watched] = {}
+        served: list[Served] = []
+        began_s = time.perf_counter()
+        while waiting or live:
+            while waiting and waiting[-1].at_s <= time.perf_counter() - began_s:
+                arrival = waiting.pop()
+                request = Request(
+                    uuid.uuid4().hex, arrival.prompt, _greedy(arrival.count), time.monotonic()
+                )
+                # From when it should have come: being late to submit it is waiting too.
+                live[request.request_id] = _Watched(began_s + arrival.at_s)
+                self._engine.submit(request)
+            pause_s = None
+            if waiting:
+                pause_s = max(0.0, began_s + waiting[-1].at_s - time.perf_counter())
+            for event in self._events(pause_s):
+                done = live[event.request_id].take(event, time.perf_counter(), began_s)
+                if done is not None:
+                    del live[event.request_id]
+                    served.append(done)
+        return served
+
+    def receipt(self) -> dict[str, Any]:
+        engine = self._engine
+        chosen: dict[str, Counter[str]] = {}
+        for kernel in engine.kernels:
+            chosen.setdefault(kernel.op, Counter())[kernel.backend] += 1
+        return {
+            "settings": asdict(self._settings),
+            "plan": json.loads(engine.plan.to_json())["values"],
+            "kernels": {op: dict(backends) for op, backends in chosen.items()},
+            "load_s": self._load_s,
+            "longest_context": longest_context(engine.machine, engine.arch, self._settings),
+        }
+
+    def counted(self) -> dict[str, int]:
+        return {"prompt_tokens": self._prompt_tokens, "cached_tokens": self._cached_tokens}
+
     def _tokens(self, prompts: Prompts, count: int) -> Iterator[tuple[int, float]]:
         """(which prompt, `time.perf_counter()`) of each new token; leaving early aborts the rest.
 
@@ -74,27 +120,83 @@ class EngineContender:
         live = set(ids)
         try:
             while live:
-                events = self._engine.events()
+                events = self._events()
                 now_s = time.perf_counter()
-                ended = [event for event in events if isinstance(event, FinishEvent)]
-                live.difference_update(event.request_id for event in ended)
-                failed = [event for event in ended if event.reason is FinishReason.ERROR]
-                if failed:
-                    raise MetainferError(f"the engine failed: {failed[0].error}")
+                live -= {e.request_id for e in events if isinstance(e, FinishEvent)}
                 for event in events:
                     if isinstance(event, TokenEvent):
                         yield from ((ids[event.request_id], now_s) for _ in event.token_ids)
         finally:
             self._abort(live)
 
+    def _events(self, timeout_s: float | None = None) -> Sequence[EngineEvent]:
+        """The next events, counted. Raises MetainferError if a request failed."""
+        events = self._engine.events(timeout_s)
+        for event in events:
+            if isinstance(event, FinishEvent):
+                self._prompt_tokens += event.usage.prompt_tokens
+                self._cached_tokens += event.usage.cached_tokens
+                if event.reason is FinishReason.ERROR:
+                    raise MetainferError(f"the engine failed: {event.error}")
+        if not events and not self._engine.stats().alive:
+            raise MetainferError("the engine has stopped")
+        return events
+
     def _abort(self, live: set[str]) -> None:
         """End requests, and read their events, so that the next work finds none."""
         for request_id in live:
             self._engine.abort(request_id)
-        while live:
-            ended = (e for e in self._engine.events() if isinstance(e, FinishEvent))
-            live.difference_update(event.request_id for event in ended)
+        while live and self._engine.stats().alive:
+            events = self._engine.events(1.0)
+            live -= {e.request_id for e in events if isinstance(e, FinishEvent)}
+
+
+class _Watched:
+    """When the tokens of one request came."""
+
+    def __init__(self, due_s: float) -> None:
+        self._due_s = due_s
+        self._first_s = self._last_s = 0.0
+        self._tokens = 0
+
+    def take(self, event: EngineEvent, now_s: float, began_s: float) -> Served | None:
+        """What it got, once it has ended."""
+        if isinstance(event, TokenEvent):
+            self._first_s = self._first_s or now_s
+            self._last_s = now_s
+            self._tokens += len(event.token_ids)
+        if not isinstance(event, FinishEvent):
+            return None
+        gaps = max(self._tokens - 1, 1)
+        return Served(
+            ttft_s=self._first_s - self._due_s,
+            tpot_s=(self._last_s - self._first_s) / gaps if self._tokens > 1 else None,
+            ended_s=now_s - began_s,
+            prompt_tokens=event.usage.prompt_tokens,
+            output_tokens=self._tokens,
+            cached_tokens=event.usage.cached_tokens,
+        )
+
+
+def longest_context(machine: Machine, arch: Arch, settings: EngineSettings) -> int | None:
+    """Tokens of the longest single sequence for which the plan finds room, with the GPU's memory to
+    itself; None where it finds none."""
+    alone = replace(settings, max_model_len=None, num_blocks_override=None, max_num_seqs=1)
+    gpus: tuple[Gpu, ...] | Unknown = machine.gpus
+    if not isinstance(gpus, Unknown):
+        gpus = tuple(replace(gpu, free_bytes=gpu.memory_bytes) for gpu in gpus)
+    emptied = replace(machine, gpus=gpus)
+    try:
+        able = choose_target(emptied, arch, alone, builtin_registry().capabilities)
+        return build_plan(emptied, arch, alone, able).max_model_len.value
+    except UserError:
+        return None
 
 
 def _greedy(count: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+
+
+def settings_of(values: Mapping[str, Any]) -> EngineSettings:
+    """EngineSettings that went through JSON."""
+    return EngineSettings(**values)

@@ -5,38 +5,56 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+import transformers
 
 from metainfer.arch.families import read_arch
 from metainfer.bench.contender import Prompts, Timing
 from metainfer.bench.peer_transformers import PeerSession, load_peer
+from metainfer.bench.traffic import Arrival, Served
+from metainfer.core.errors import UserError
+from metainfer.plan.settings import EngineSettings, LoadFormat
+from metainfer.weights.dummy import DummyCheckpoint
 from metainfer.weights.load import Checkpoint
 
 
 class PeerContender:
-    """`DeepseekV4ForCausalLM` on the CPU, called as its own `generate` calls it, without the
-    overhead of that."""
+    """`DeepseekV4ForCausalLM`, called as its own `generate` calls it, without the overhead of
+    that."""
 
-    def __init__(self, directory: Path, threads: int, dtype: str) -> None:
+    def __init__(
+        self, model: Path, settings: EngineSettings, dtype: str, device: str, threads: int
+    ) -> None:
         torch.set_num_threads(threads)
         self._dtype = dtype
-        with Checkpoint.open(directory, read_arch(directory)) as checkpoint:
-            self._model = load_peer(directory, checkpoint, getattr(torch, dtype))
+        self._device = torch.device(device)
+        self._prompt_tokens = 0
+        began_s = time.perf_counter()
+        arch = read_arch(model, settings.hf_overrides)
+        dummy = settings.load_format == LoadFormat.DUMMY
+        source = DummyCheckpoint(arch, device) if dummy else Checkpoint.open(model, arch)
+        with source as checkpoint:
+            self._model = load_peer(
+                model, checkpoint, getattr(torch, dtype), self._device, settings.hf_overrides
+            )
+        self._load_s = time.perf_counter() - began_s
 
     @property
     def dtype(self) -> str:
         return self._dtype
 
     def prefill(self, prompt: Sequence[int]) -> Timing:
-        token_ids = torch.tensor([list(prompt)])
+        token_ids = self._ids([prompt])
         started_s = time.perf_counter()
-        PeerSession(self._model).step(token_ids).argmax(-1)
+        PeerSession(self._model).step(token_ids).argmax(-1).tolist()
         return Timing(len(prompt), time.perf_counter() - started_s)
 
     def decode(self, prompts: Prompts, count: int) -> Timing:
         session = PeerSession(self._model)
-        token_ids = session.step(torch.tensor([list(p) for p in prompts])).argmax(-1)
+        token_ids = session.step(self._ids(prompts)).argmax(-1)
+        token_ids.tolist()
         started_s = time.perf_counter()
         for _ in range(count - 1):
             token_ids = session.step(token_ids.unsqueeze(1)).argmax(-1)
@@ -45,3 +63,22 @@ class PeerContender:
 
     def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
         return PeerSession(self._model).greedy(prompt, count)
+
+    def traffic(self, arrivals: Sequence[Arrival]) -> list[Served]:
+        raise UserError("transformers schedules no requests")
+
+    def receipt(self) -> dict[str, Any]:
+        config = self._model.config
+        return {
+            "version": transformers.__version__,
+            "attention": config._attn_implementation,
+            "experts": getattr(config, "_experts_implementation", None),
+            "load_s": self._load_s,
+        }
+
+    def counted(self) -> dict[str, int]:
+        return {"prompt_tokens": self._prompt_tokens, "cached_tokens": 0}
+
+    def _ids(self, prompts: Prompts) -> torch.Tensor:
+        self._prompt_tokens += sum(map(len, prompts))
+        return torch.tensor([list(prompt) for prompt in prompts], device=self._device)

@@ -1,34 +1,27 @@
 """This engine and transformers on the same checkpoint and CPU, taking turns.
 
-Each side is a process of its own that stays loaded; while one works the others wait. The order
-turns round every round, so that what the machine does besides falls on all alike. The parent
-imports no torch.
+Each side is a process of its own (`bench.side_process`); while one works the others wait. The order
+turns round every round, so that what the machine does besides falls on all alike.
 """
 
 from __future__ import annotations
 
-import json
-import random
-import select
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from metainfer.arch.families import read_arch
 from metainfer.bench.contender import ENGINE, PEER_DTYPES, Timing
 from metainfer.bench.model_settings import ModelLoad
-from metainfer.core.env import child_environment
-from metainfer.core.errors import UserError
+from metainfer.bench.side_process import SideProcess, side_process
+from metainfer.bench.stage import sized
+from metainfer.bench.traffic import draw_prompts
+from metainfer.plan.settings import EngineSettings
 
-_LONGEST_WORK_S = 600.0
-_REST_S = 0.2  # lets the threads of the side that worked before come to rest
-_MOST_STDERR_LINES = 5
+REST_S = 0.2
+"""Lets the threads of the side that worked before come to rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,73 +80,77 @@ def measure(
 
     Raises UserError if a side cannot start or fails.
     """
-    vocab_size = read_arch(directory).vocab_size
+    arch = read_arch(directory)
+    base = EngineSettings(device="cpu", threads=threads)
+    settings = sized(base, arch, _longest(load), max(load.decode_batches))
     setup = {
-        "directory": str(directory),
+        "model": str(directory),
+        "settings": asdict(settings),
+        "device": "cpu",
         "threads": threads,
-        "max_model_len": _longest(load),
-        "max_num_seqs": max(load.decode_batches),
     }
     with ExitStack() as stack:
-        workers = []
+        sides = {}
         for side in (ENGINE, *PEER_DTYPES):
-            on_step(f"loading {side_title(side)}")
-            workers.append(stack.enter_context(_worker(side, setup)))
+            title = side_title(side)
+            on_step(f"loading {title}")
+            process = side_process(title, {"side": side, **setup}, threads)
+            sides[side] = stack.enter_context(process)
         on_step("taking turns")
-        timings = _take_turns(load, workers, vocab_size, on_progress)
+        timings = _take_turns(load, sides, arch.vocab_size, on_progress)
         on_step("comparing greedy tokens")
         prompts = [
-            draw_prompts(f"{load.seed}/agree/{n}", 1, load.decode_context, vocab_size)
+            draw_prompts(f"{load.seed}/agree/{n}", 1, load.decode_context, arch.vocab_size)
             for n in range(load.agreement_prompts)
         ]
-        results = []
-        for worker in workers:
-            greedy = [worker.ask("greedy", p, load.agreement_tokens)["ids"] for p in prompts]
-            results.append(
-                SideResult(
-                    worker.side,
-                    worker.dtype,
-                    {work.name: tuple(timings[worker.side, work.name]) for work in works(load)},
-                    worker.libraries_bytes,
-                    worker.ask("memory")["peak_bytes"],
-                    tuple(map(tuple, greedy)),
-                )
-            )
-    return results
+        return [_result(load, name, side, timings, prompts) for name, side in sides.items()]
+
+
+def _result(
+    load: ModelLoad,
+    name: str,
+    side: SideProcess,
+    timings: Mapping[tuple[str, str], Sequence[Timing]],
+    prompts: Sequence[Sequence[Sequence[int]]],
+) -> SideResult:
+    count = load.agreement_tokens
+    greedy = [side.must("greedy", prompts=p, count=count)["ids"] for p in prompts]
+    return SideResult(
+        name,
+        str(side.ready["dtype"]),
+        {work.name: tuple(timings[name, work.name]) for work in works(load)},
+        int(side.ready["libraries_bytes"]),
+        side.must("memory")["peak_bytes"],
+        tuple(map(tuple, greedy)),
+    )
 
 
 def side_title(side: str) -> str:
     return side if side == ENGINE else f"transformers {side}"
 
 
-def draw_prompts(key: str, count: int, length: int, vocab_size: int) -> list[list[int]]:
-    """Random token ids that only this key gives; special tokens at the start are left out."""
-    generator = random.Random(key)
-    first = min(16, vocab_size - 1)
-    return [[generator.randrange(first, vocab_size) for _ in range(length)] for _ in range(count)]
-
-
 def _take_turns(
     load: ModelLoad,
-    workers: Sequence[_Worker],
+    sides: Mapping[str, SideProcess],
     vocab_size: int,
     on_progress: Callable[[int, int], None],
 ) -> dict[tuple[str, str], list[Timing]]:
     timings: dict[tuple[str, str], list[Timing]] = {}
     all_works = works(load)
-    total = (load.rounds + 1) * len(all_works) * len(workers)
+    total = (load.rounds + 1) * len(all_works) * len(sides)
     done = 0
     for round_number in range(load.rounds + 1):  # round 0 warms up and is not kept
         for work in all_works:
             key = f"{load.seed}/{round_number}/{work.name}"
             prompts = draw_prompts(key, work.batch, work.prompt_tokens, vocab_size)
-            for worker in workers if round_number % 2 else workers[::-1]:
-                time.sleep(_REST_S)
-                timing = Timing(**worker.ask(work.do, prompts, work.count))
+            for name in list(sides)[:: 1 if round_number % 2 else -1]:
+                time.sleep(REST_S)
+                said = sides[name].must(work.do, prompts=prompts, count=work.count)
+                timing = Timing(said["tokens"], said["seconds"])
                 done += 1
                 on_progress(done, total)
                 if round_number:
-                    timings.setdefault((worker.side, work.name), []).append(timing)
+                    timings.setdefault((name, work.name), []).append(timing)
     return timings
 
 
@@ -162,70 +159,3 @@ def _longest(load: ModelLoad) -> int:
         load.prefill_tokens + 1,
         load.decode_context + max(load.decode_tokens, load.agreement_tokens),
     )
-
-
-class _Worker:
-    """The parent's end of one side's process."""
-
-    def __init__(self, side: str, process: subprocess.Popen[str], log: Path) -> None:
-        self.side = side
-        self._process = process
-        self._log = log
-        ready = self._read()
-        self.dtype = str(ready["dtype"])
-        self.libraries_bytes = int(ready["libraries_bytes"])
-
-    def ask(self, do: str, prompts: Sequence[Sequence[int]] = (), count: int = 0) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        command = json.dumps({"do": do, "prompts": prompts, "count": count})
-        with suppress(BrokenPipeError):  # it has died: what it said last is read below
-            self._process.stdin.write(command + "\n")
-            self._process.stdin.flush()
-        return self._read()
-
-    def _read(self) -> dict[str, Any]:
-        stdout = self._process.stdout
-        assert stdout is not None
-        readable, _, _ = select.select([stdout], [], [], _LONGEST_WORK_S)
-        line = stdout.readline() if readable else ""
-        if line:
-            record: dict[str, Any] = json.loads(line)
-            return record
-        said = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        how = "ended" if readable else f"did not answer within {_LONGEST_WORK_S:g} s"
-        raise UserError(
-            f"{side_title(self.side)} {how}: {said[-1] if said else 'no output'}",
-            hint="\n".join(said[-_MOST_STDERR_LINES:]) or None,
-        )
-
-
-@contextmanager
-def _worker(side: str, setup: Mapping[str, Any]) -> Iterator[_Worker]:
-    """Start one side's process and end it in any case."""
-    environment = child_environment(
-        HF_HUB_OFFLINE="1",
-        TRANSFORMERS_VERBOSITY="error",
-        OMP_NUM_THREADS=str(setup["threads"]),
-    )
-    with tempfile.TemporaryDirectory(prefix="metainfer-bench-") as directory:
-        log = Path(directory) / "stderr"
-        with log.open("wb") as stderr:
-            process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "metainfer.bench.worker",
-                    json.dumps({"side": side, **setup}),
-                ],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                text=True,
-                env=environment,
-                start_new_session=True,  # Ctrl-C reaches the parent alone, which ends them all
-            )
-        try:
-            yield _Worker(side, process, log)
-        finally:
-            process.kill()
-            process.communicate()

@@ -7,7 +7,6 @@ one by one into the dtype that transformers itself would load them in.
 from __future__ import annotations
 
 import inspect
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
+from metainfer.arch.families import config_of
 from metainfer.arch.manifest import MTP_PREFIX
 from metainfer.weights.load import Checkpoint
 
@@ -73,8 +73,11 @@ def peer_name(name: str) -> str:
     return ".".join(["model", layers, number, *(_PARTS.get(part, part) for part in parts)])
 
 
-def peer_state(checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name in transformers, dequantised fp32 tensor or integers) of everything it loads."""
+def peer_state(
+    checkpoint: Checkpoint, dtype: torch.dtype = torch.float32
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name in transformers, tensor) of everything it loads: matrices that are quantised in
+    `dtype`, other numbers in fp32, and integers."""
     experts_done = set()
     for name in checkpoint.index.entries:
         if name.startswith(MTP_PREFIX) or name.endswith(".scale"):
@@ -82,36 +85,46 @@ def peer_state(checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
         if match := _EXPERT.match(name):
             if match[1] not in experts_done:
                 experts_done.add(match[1])
-                yield from _expert_state(checkpoint, match[1])
+                yield from _expert_state(checkpoint, match[1], dtype)
             continue
         prefix = name.removesuffix(".weight")
         if f"{prefix}.scale" in checkpoint.index.entries:
-            yield peer_name(name), checkpoint.weight(prefix).dequantise(torch.float32)
+            yield peer_name(name), checkpoint.weight(prefix).dequantise(dtype)
         else:
             tensor = checkpoint.tensor(name)
             yield peer_name(name), tensor.float() if tensor.is_floating_point() else tensor
 
 
-def load_peer(directory: Path, checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
+def load_peer(
+    model: str | Path,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    overrides: Mapping[str, Any] | None = None,
+) -> Any:
     """`DeepseekV4ForCausalLM` with the checkpoint's weights, ready to run without gradients.
 
     Matrices are in `dtype`; what transformers keeps in fp32 whatever is asked for stays so.
+
+    Args:
+        model, overrides: where the config is, as `arch.families.read_arch` takes them.
     """
-    values = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    values = config_of(model, overrides)
     # The weights come dequantised: transformers must not set up its own quantised layers.
     values.pop("quantization_config", None)
     config = AutoConfig.for_model(**values)
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
-    always_fp32 = set(model._keep_in_fp32_modules_strict or ())
-    targets = model.state_dict()
-    for name, tensor in peer_state(checkpoint):
+    with torch.device(device):
+        peer = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
+    always_fp32 = set(peer._keep_in_fp32_modules_strict or ())
+    targets = set(peer.state_dict())
+    for name, tensor in peer_state(checkpoint, dtype):
         wanted = torch.float32 if always_fp32.intersection(name.split(".")) else dtype
         converted = tensor.to(wanted) if tensor.is_floating_point() else tensor
-        _replace(model, name, converted)
-        del targets[name]
+        _replace(peer, name, converted.to(device))
+        targets.remove(name)
     if targets:
         raise ValueError(f"the checkpoint has nothing for {', '.join(sorted(targets))}")
-    return model.eval().requires_grad_(False)
+    return peer.eval().requires_grad_(False)
 
 
 class PeerSession:
@@ -138,15 +151,19 @@ class PeerSession:
 
     def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
         """`count` greedy tokens after one prompt."""
-        ids = [int(self.step(torch.tensor([list(prompt)])).argmax(-1))]
+        device = self._model.device
+        ids = [int(self.step(torch.tensor([list(prompt)], device=device)).argmax(-1))]
         while len(ids) < count:
-            ids.append(int(self.step(torch.tensor([[ids[-1]]])).argmax(-1)))
+            ids.append(int(self.step(torch.tensor([[ids[-1]]], device=device)).argmax(-1)))
         return ids
 
 
-def _expert_state(checkpoint: Checkpoint, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
+def _expert_state(
+    checkpoint: Checkpoint, prefix: str, dtype: torch.dtype
+) -> Iterator[tuple[str, torch.Tensor]]:
     ids = range(checkpoint.arch.num_experts)
-    w1, w2, w3 = (w.dequantise(torch.float32) for w in checkpoint.experts(prefix, ids))
+    device = checkpoint.tensor(f"{prefix}.0.w1.weight").device
+    w1, w2, w3 = (w.dequantise(dtype) for w in checkpoint.experts(prefix, ids, device))
     target = f"model.{prefix.replace('.ffn.', '.mlp.')}"
     yield f"{target}.gate_up_proj", torch.cat([w1, w3], dim=1)  # [E, 2 I, D]
     yield f"{target}.down_proj", w2  # [E, D, I]

@@ -1,6 +1,8 @@
-"""One side of `bench model` in a process of its own: JSON lines in on stdin, JSON lines out.
+"""One side of a comparison in a process of its own: JSON lines in on stdin, JSON lines out.
 
-Started by `bench.model`; ends when its stdin does. Its peak memory is that of its side alone.
+Started by `bench.side_process`; ends when its stdin does. Its peak memory is that of its side
+alone. The setup, its argument: {"side": ENGINE, "model", "settings"} for this engine, and
+{"side": a dtype, "model", "settings", "device", "threads"} for transformers.
 """
 
 from __future__ import annotations
@@ -9,12 +11,14 @@ import json
 import os
 import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from metainfer.bench.contender import ENGINE, Contender
+from metainfer.bench.traffic import Arrival
+from metainfer.core.errors import MetainferError, UserError
 
 
 def main() -> None:
@@ -24,10 +28,25 @@ def main() -> None:
     setup = json.loads(sys.argv[1])
     import_libraries(setup["side"])
     libraries_bytes = peak_memory_bytes()
-    contender = load(setup)
-    _reply(replies, {"dtype": contender.dtype, "libraries_bytes": libraries_bytes})
+    import torch
+
+    try:
+        contender = load(setup)
+    except UserError as error:
+        _reply(replies, {"refused": error.message, "hint": error.hint})
+        return
+    except torch.OutOfMemoryError as error:
+        _reply(replies, {"refused": str(error).splitlines()[0], "hint": None})
+        return
+    ready = {"dtype": contender.dtype, "libraries_bytes": libraries_bytes, **contender.receipt()}
+    _reply(replies, ready)
+    card = _Card()
     for line in sys.stdin:
-        _reply(replies, answer(contender, json.loads(line)))
+        try:
+            said = card.measured(answer, contender, json.loads(line))
+        except (MetainferError, torch.OutOfMemoryError) as error:
+            said = {"failed": (str(error).splitlines() or [type(error).__name__])[0]}
+        _reply(replies, said)
 
 
 def import_libraries(side: str) -> None:
@@ -40,14 +59,16 @@ def import_libraries(side: str) -> None:
 
 def load(setup: Mapping[str, Any]) -> Contender:
     """The side named in `setup`, with its model loaded."""
-    directory, threads = Path(setup["directory"]), setup["threads"]
+    model = Path(setup["model"])
     if setup["side"] == ENGINE:
-        from metainfer.bench.contender_engine import EngineContender
+        from metainfer.bench.contender_engine import EngineContender, settings_of
 
-        return EngineContender(directory, threads, setup["max_model_len"], setup["max_num_seqs"])
+        return EngineContender(model, settings_of(setup["settings"]))
+    from metainfer.bench.contender_engine import settings_of
     from metainfer.bench.contender_peer import PeerContender
 
-    return PeerContender(directory, threads, setup["side"])
+    settings = settings_of(setup["settings"])
+    return PeerContender(model, settings, setup["side"], setup["device"], setup["threads"])
 
 
 def answer(contender: Contender, command: Mapping[str, Any]) -> dict[str, Any]:
@@ -59,9 +80,40 @@ def answer(contender: Contender, command: Mapping[str, Any]) -> dict[str, Any]:
             return asdict(contender.decode(command["prompts"], command["count"]))
         case "greedy":
             return {"ids": contender.greedy(command["prompts"][0], command["count"])}
+        case "traffic":
+            arrivals = [Arrival(**arrival) for arrival in command["arrivals"]]
+            return {"served": [asdict(served) for served in contender.traffic(arrivals)]}
         case "memory":
-            return {"peak_bytes": peak_memory_bytes()}
+            return {"peak_bytes": peak_memory_bytes(), "device_peak_bytes": device_peak_bytes()}
+        case "counted":
+            return contender.counted()
     raise ValueError(f"unknown work {command['do']!r}")
+
+
+class _Card:
+    """The GPU that torch uses, as its driver sees it; nothing where there is none."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self._nvml = None
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            from metainfer.bench.nvml import Nvml
+
+            self._nvml = Nvml.open(f"GPU-{torch.cuda.get_device_properties(0).uuid}")
+
+    def measured(
+        self, work: Callable[..., dict[str, Any]], contender: Contender, command: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """What the work says, and what the card took and how fast its clocks were at the end."""
+        if self._nvml is None:
+            return work(contender, command)
+        before_j = self._nvml.energy_j()
+        said = work(contender, command)
+        clocks, after_j = self._nvml.clocks(), self._nvml.energy_j()
+        if before_j is not None and after_j is not None:
+            said["joules"] = after_j - before_j
+        return {**said, "clocks": clocks}
 
 
 def peak_memory_bytes() -> int:
@@ -73,6 +125,13 @@ def peak_memory_bytes() -> int:
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def device_peak_bytes() -> int | None:
+    """Most memory of a GPU that torch's tensors took at once; None without one."""
+    import torch
+
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else None
 
 
 def _reply(replies: Any, record: Mapping[str, Any]) -> None:

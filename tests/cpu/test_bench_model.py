@@ -12,10 +12,11 @@ import torch
 from metainfer.arch.families import arch_from_config
 from metainfer.arch.tiny import tiny_config
 from metainfer.bench.contender import ENGINE, Timing
-from metainfer.bench.model import SideResult, draw_prompts, works
+from metainfer.bench.model import SideResult, works
 from metainfer.bench.model_report import agreement, leading_equal, record, text_report
 from metainfer.bench.model_settings import ModelLoad, parse_batches
 from metainfer.bench.peer_transformers import PeerSession, load_peer, peer_name
+from metainfer.bench.traffic import draw_prompts
 from metainfer.bench.worker import answer, peak_memory_bytes
 from metainfer.core.errors import UserError
 from metainfer.weights.load import Checkpoint
