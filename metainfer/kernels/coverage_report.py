@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from metainfer.core.errors import UserError
 from metainfer.kernels.coverage import Row
 from metainfer.kernels.triton.launch import shared_limit
-from metainfer.kernels.verify_record import default_cache, read_record, source_hash
+from metainfer.kernels.verify_known import Name, Proof, add_proofs, records
+from metainfer.kernels.verify_record import source_hash
 from metainfer.ops.targets import CardKind
 
-Ran = Mapping[tuple[str, str, str], str]
+Ran = Mapping[Name, str]
 """By (op, case as JSON, backend): the card on which `metainfer verify` passed it."""
 
 
@@ -37,20 +36,16 @@ def cards_that_ran(target: str, cache: Path | None = None) -> Ran:
     Args:
         cache: of verification's records; None for the user's.
     """
-    records = []
-    for path in (cache or default_cache()).glob("*.json"):
-        with suppress(OSError, UserError):
-            records.append(read_record(path.read_text(encoding="utf-8")))
-    found: dict[tuple[str, str, str], str] = {}
+    proofs: dict[Name, Proof] = {}
+    cards: dict[Name, str] = {}
     sources = source_hash()
-    for record in sorted(records, key=lambda one: str(one.get("date"))):
+    for record in records("*.json", cache):
         card = record["card"]
         if card["kernels"] == sources and _code_of(card) == target:
-            found |= {_name(case): card["name"] for case in record["cases"]}
-            for case in record["cases"]:
-                if case["problem"]:
-                    found.pop(_name(case), None)
-    return found
+            for name, proof in add_proofs(proofs, record).items():
+                if proof is Proof.WHOLE:
+                    cards[name] = card["name"]
+    return {name: cards[name] for name, proof in proofs.items() if proof is Proof.WHOLE}
 
 
 def _code_of(card: Mapping[str, Any]) -> str:
@@ -59,10 +54,6 @@ def _code_of(card: Mapping[str, Any]) -> str:
         return ""
     major, minor = card["capability"]
     return card["code_for"] or f"sm_{major}{minor}"
-
-
-def _name(case: Mapping[str, Any]) -> tuple[str, str, str]:
-    return case["op"], json.dumps(case["case"], sort_keys=True), case["backend"]
 
 
 def report(subject: Subject, rows: Sequence[Row], ran: Ran) -> dict[str, Any]:

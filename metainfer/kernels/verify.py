@@ -20,7 +20,7 @@ from metainfer.kernels.inputs.base import Call
 from metainfer.kernels.inputs.series import draw_one, draw_series
 from metainfer.kernels.platform import Platform
 from metainfer.kernels.timing import Stopwatch, measure_rates
-from metainfer.kernels.verify_run import Check, Outcome
+from metainfer.kernels.verify_run import Check, Outcome, Sizes
 from metainfer.ops.base import Load
 from metainfer.ops.catalogue import OPS
 from metainfer.ops.floor import Rates
@@ -30,24 +30,17 @@ _MOST_SERIES = 4
 _TIMING_S = 0.05
 
 
-def checks_of(
-    uses: Sequence[tuple[str, Any, str]],
-    prefill_rows: int,
-    batches: Sequence[int],
-    entries: Sequence[int],
-    longest: int,
-) -> list[Check]:
-    """Sizes for uses (op, case, phase): so many rows, over so many entries of context each.
+def checks_of(uses: Sequence[tuple[str, Any, str]], sizes: Sizes, longest: int) -> list[Check]:
+    """Checks of uses (op, case, phase) at some sizes.
 
     Args:
-        entries: entries of context, or tokens where a case has no entries; a size that changes
-            nothing for an operation is left out.
+        sizes: one that changes nothing for an operation is left out.
         longest: tokens of the longest sequence.
     """
     found: dict[tuple[str, Any, Any], Check] = {}
     for op, case, phase in uses:
-        for rows in (prefill_rows,) if phase == "prefill" else batches:
-            for count in entries:
+        for rows in (sizes.prefill_rows,) if phase == "prefill" else sizes.decode_batches:
+            for count in sizes.entries:
                 tokens = min(count * max(getattr(case, "ratio", 1), 1), longest)
                 load = Load(min(rows, tokens) if phase == "prefill" else rows, tokens)
                 cost = OPS[op].cost(case, load)
@@ -55,22 +48,29 @@ def checks_of(
     return list(found.values())
 
 
-def check(on: Platform, one: Check, order: str, seed: int) -> Outcome:
-    """Run the backend that is chosen and compare it with the reference; does not raise."""
+def check(on: Platform, one: Check, order: str, seed: int, cache_dtype: str = "") -> Outcome:
+    """Run the backend that is chosen and compare it with the reference; does not raise. A reference
+    that the order chooses is not run.
+
+    Args:
+        cache_dtype: of caches that hold plain numbers; "" for that of the case.
+    """
     try:
         backend = one.backend or on.registry.bind(one.op, one.case, on.target, order).backend
     except UserError as error:
         return Outcome("", torch.inf, error.message)
+    if backend == REFERENCE:
+        return Outcome(backend, 0.0, "")
     try:
-        found = _compared(on, one, backend, seed)
+        found = _compared(on, one, backend, seed, cache_dtype)
     except Exception as error:  # whatever a kernel raises is what is to be reported
         said = (str(error).splitlines() or [""])[0][:200]
         return Outcome(backend, torch.inf, f"{type(error).__name__}: {said}")
     return Outcome(backend, found.error, found.problem)
 
 
-def _compared(on: Platform, one: Check, backend: str, seed: int) -> Comparison:
-    draw = partial(draw_one, one.op, one.case, one.load, on.device, seed)
+def _compared(on: Platform, one: Check, backend: str, seed: int, cache_dtype: str) -> Comparison:
+    draw = partial(draw_one, one.op, one.case, one.load, on.device, seed, cache_dtype)
     call = draw()
     with Poisoned():
         actual = run(on.registry, one.op, backend, one.case, call)
@@ -93,9 +93,9 @@ def exact_products() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def clock(on: Platform, one: Check, backend: str, seed: int) -> float:
-    """Median seconds of a call in a series over different inputs."""
-    series = draw_series(one.op, one.case, one.load, on.device, seed, _MOST_SERIES)
+def clock(on: Platform, one: Check, backend: str, seed: int, cache_dtype: str = "") -> float:
+    """Median seconds of a call in a series over different inputs; `cache_dtype` as of `check`."""
+    series = draw_series(one.op, one.case, one.load, on.device, seed, _MOST_SERIES, cache_dtype)
     calls = [prepared(on, one.op, backend, one.case, call) for call in series]
     while len(calls) < _MOST_SERIES:
         calls += calls

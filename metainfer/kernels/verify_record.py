@@ -10,8 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,17 +21,14 @@ import torch
 
 from metainfer.core.errors import UserError
 from metainfer.hardware.machine import Machine, Unknown
-from metainfer.kernels.registry import Kernel
-from metainfer.kernels.verify_run import Check, Outcome, Verified, Where
+from metainfer.kernels.verify_run import Check, Outcome, Sizes, State, Verified, Where
 from metainfer.ops.catalogue import OPS
 from metainfer.ops.floor import Rates, operands_of
 
 KIND = "metainfer verify"
-RECORD_VERSION = 1
+RECORD_VERSION = 2
 _SOURCES = Path(__file__).parent, Path(__file__).parents[1] / "ops"
 _SUFFIXES = (".py", ".c", ".cu", ".cuh", ".ptx")
-
-Passed = frozenset[tuple[str, str, str]]  # (op, case, backend)
 
 
 def default_cache() -> Path:
@@ -81,10 +78,12 @@ def make_record(
     facts: Mapping[str, Any],
     subject: Mapping[str, Any],
     where: Where,
+    sizes: Sizes,
     checks: Sequence[Check],
     verified: Verified,
 ) -> dict[str, Any]:
-    """The signed record.
+    """The signed record. It says that it is partial where checks were not run, or where the sizes
+    leave out some of those that `metainfer verify` takes by itself.
 
     Args:
         provenance: date, command, commit, versions.
@@ -93,8 +92,14 @@ def make_record(
     cases = [
         _entry(check, outcome, verified.rates)
         for check, outcome in zip(checks, verified.outcomes, strict=True)
-        if outcome is not None
     ]
+    count = Counter(case["state"] for case in cases)
+    whole_sizes = sizes.cover(Sizes.of(where.device))
+    partial = []
+    if count[State.NOT_RUN]:
+        partial.append(f"{count[State.NOT_RUN]} of {len(cases)} checks were not run")
+    if not whole_sizes:
+        partial.append("sizes that verify takes by itself were left out")
     return sign(
         {
             "kind": KIND,
@@ -103,30 +108,34 @@ def make_record(
             "card": dict(facts),
             **subject,
             "order": where.order,
+            "cache_dtype": where.cache_dtype,
             "seed": where.seed,
             "rates": None if verified.rates is None else asdict(verified.rates),
-            "passed": sum(not case["problem"] for case in cases),
-            "failed": sum(bool(case["problem"]) for case in cases),
-            "left_out": len(checks) - len(cases),
+            **{state.replace(" ", "_"): count[state] for state in State},
+            "sizes": asdict(sizes),
+            "whole_sizes": whole_sizes,
+            "partial": partial,
             "cases": cases,
         }
     )
 
 
-def _entry(check: Check, outcome: Outcome, rates: Rates | None) -> dict[str, Any]:
+def _entry(check: Check, outcome: Outcome | None, rates: Rates | None) -> dict[str, Any]:
     cost = OPS[check.op].cost(check.case, check.load)
     operands = operands_of(check.case)
+    ran = outcome if outcome is not None and outcome.state is not State.NOT_VERIFIED else None
     return {
         "op": check.op,
         "case": asdict(check.case),
         "phase": check.phase,
         "rows": check.load.rows,
         "tokens": check.load.tokens,
-        "backend": outcome.backend,
-        "error": outcome.error if math.isfinite(outcome.error) else None,
+        "backend": "" if outcome is None else outcome.backend,
+        "state": State.NOT_RUN if outcome is None else outcome.state,
+        "error": ran.error if ran is not None and math.isfinite(ran.error) else None,
         "tolerance": OPS[check.op].tolerance.of(check.case.dtype),
-        "problem": outcome.problem,
-        "seconds": outcome.seconds,
+        "problem": "" if ran is None else ran.problem,
+        "seconds": None if ran is None else ran.seconds,
         "floor_s": None if rates is None else rates.floor_s(cost, operands),
         "bound": None if rates is None else rates.bound(cost, operands),
     }
@@ -161,39 +170,12 @@ def read_record(text: str | bytes) -> dict[str, Any]:
 
 
 def keep(record: Mapping[str, Any], cache: Path | None = None) -> Path:
-    """Write the record where `passed` finds it. Raises OSError."""
+    """Write the record where `verify_known` finds it. Raises OSError."""
     cache = cache or default_cache()
     cache.mkdir(parents=True, exist_ok=True, mode=0o700)
     path = cache / f"{key_of(record['card'])}-{record['sha256'][:12]}.json"
     path.write_text(json.dumps(record, indent=1), encoding="utf-8")
     return path
-
-
-def passed(facts: Mapping[str, Any], cache: Path | None = None) -> Passed:
-    """All that passed, at every size, with exactly this card and these versions; of several
-    records the latest counts. A file that cannot be read, or was changed, counts for nothing."""
-    records = []
-    for path in (cache or default_cache()).glob(f"{key_of(facts)}-*.json"):
-        with suppress(OSError, UserError):
-            records.append(read_record(path.read_bytes()))
-    good: dict[tuple[str, str, str], bool] = {}
-    for record in sorted(records, key=lambda one: str(one.get("date"))):
-        latest: dict[tuple[str, str, str], bool] = {}
-        for case in record["cases"] if record["card"] == dict(facts) else ():
-            name = case["op"], json.dumps(case["case"], sort_keys=True), case["backend"]
-            latest[name] = latest.get(name, True) and not case["problem"]
-        good |= latest
-    return frozenset(name for name, fine in good.items() if fine)
-
-
-def unverified(kernels: Iterable[Kernel], done: Passed) -> list[Kernel]:
-    """Those kernels, each once, that never passed."""
-    left: dict[tuple[str, str, str], Kernel] = {}
-    for kernel in kernels:
-        case = json.dumps(json.loads(json.dumps(asdict(kernel.case))), sort_keys=True)
-        if (kernel.op, case, kernel.backend) not in done:
-            left[kernel.op, case, kernel.backend] = kernel
-    return list(left.values())
 
 
 def key_of(facts: Mapping[str, Any]) -> str:

@@ -6,14 +6,55 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from multiprocessing.connection import Connection
 from typing import Any
 
 from metainfer.kernels.processes import Numbered, in_processes, require_a_sound_device
 from metainfer.ops.base import Load
 from metainfer.ops.floor import Rates
+from metainfer.ops.kernel_order import REFERENCE
 
 Progress = Callable[[int, int], None]  # (done, total)
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Sizes at which each operation is checked.
+
+    Attributes:
+        prefill_rows: of a step of prefill.
+        decode_batches: rows of steps of decode.
+        entries: of context, or tokens where a case has no entries.
+    """
+
+    prefill_rows: int
+    decode_batches: tuple[int, ...]
+    entries: tuple[int, ...]
+
+    @classmethod
+    def of(cls, device: str) -> Sizes:
+        """Those that are taken where nobody says otherwise."""
+        if device == "cpu":
+            return cls(64, (1, 4), (2048,))
+        return cls(2048, (1, 4), (2048, 32768, 131072))
+
+    def cover(self, other: Sizes) -> bool:
+        """Whether these leave out none of the other sizes."""
+        return (
+            self.prefill_rows >= other.prefill_rows
+            and set(self.decode_batches) >= set(other.decode_batches)
+            and set(self.entries) >= set(other.entries)
+        )
+
+
+class State(StrEnum):
+    """What became of a check."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    NOT_RUN = "not run"  # the time did not reach it
+    NOT_VERIFIED = "not verified"  # a reference runs: there is nothing to hold it against
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +89,26 @@ class Outcome:
     problem: str
     seconds: float | None = None
 
+    @property
+    def state(self) -> State:
+        if self.problem:
+            return State.FAILED
+        return State.NOT_VERIFIED if self.backend == REFERENCE else State.PASSED
+
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """What a worker runs on; see `platform.platform`."""
+    """What a worker runs on; see `platform.platform`.
+
+    Attributes:
+        cache_dtype: of caches that hold plain numbers.
+    """
 
     device: str
     code_for: str | None
     order: str
     seed: int
+    cache_dtype: str = "bfloat16"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +166,7 @@ def verify(
     good = [
         (number, replace(one, backend=outcomes[number].backend))
         for number, one in numbered
-        if number in outcomes and not outcomes[number].problem
+        if number in outcomes and outcomes[number].state is State.PASSED
     ]
     in_processes(_clock, where, [good], clocked, cannot_be_timed, until_s)
     ordered = tuple(outcomes.get(number) for number, _ in numbered)
@@ -127,7 +179,7 @@ def _compare(connection: Connection, where: Where, checks: Sequence[Numbered]) -
 
     on = platform(where.device, where.code_for)
     for number, one in checks:
-        connection.send((number, check(on, one, where.order, where.seed)))
+        connection.send((number, check(on, one, where.order, where.seed, where.cache_dtype)))
         require_a_sound_device(where.device)
 
 
@@ -139,7 +191,7 @@ def _clock(connection: Connection, where: Where, checks: Sequence[Numbered]) -> 
     connection.send((-1, rates_of(on)))
     for number, one in checks:
         try:
-            connection.send((number, clock(on, one, one.backend, where.seed)))
+            connection.send((number, clock(on, one, one.backend, where.seed, where.cache_dtype)))
         except RuntimeError as error:
             connection.send((number, str(error).splitlines()[0][:200]))
         require_a_sound_device(where.device)

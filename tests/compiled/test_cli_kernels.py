@@ -27,7 +27,7 @@ def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Caches of the test's own."""
     for module in (compile_all, verify_record):
         monkeypatch.setattr(module, "default_cache", lambda: tmp_path)
-    monkeypatch.setattr("metainfer.kernels.coverage_report.default_cache", lambda: tmp_path)
+    monkeypatch.setattr("metainfer.kernels.verify_known.default_cache", lambda: tmp_path)
     yield tmp_path
 
 
@@ -40,9 +40,18 @@ def coverage(monkeypatch: pytest.MonkeyPatch, used: Use, *arguments: str) -> Ran
 def record_of(card: dict[str, Any], problem: str = "") -> str:
     case = {"width": 1024, "eps": 1e-6, "dtype": "bfloat16"}
     entry = {"op": "norm.rms_norm", "case": case, "backend": "triton", "problem": problem}
+    entry["state"] = "failed" if problem else "passed"
     facts = {"kernels": source_hash(), "device": "cuda", "code_for": None, "name": "Some Card"}
     return json.dumps(
-        sign({"kind": KIND, "version": RECORD_VERSION, "card": facts | card, "cases": [entry]})
+        sign(
+            {
+                "kind": KIND,
+                "version": RECORD_VERSION,
+                "card": facts | card,
+                "whole_sizes": True,
+                "cases": [entry],
+            }
+        )
     )
 
 

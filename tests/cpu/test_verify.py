@@ -15,18 +15,19 @@ import torch
 
 from metainfer.cli import serve
 from metainfer.cli.terminal import Terminal
-from metainfer.cli.verify import VerifyOptions, checks_for
+from metainfer.cli.verify import VerifyOptions, checks_for, sizes_for
 from metainfer.core.errors import UserError
 from metainfer.hardware.probe import probe
-from metainfer.kernels import verify_record
+from metainfer.kernels import verify_known, verify_record
 from metainfer.kernels.platform import Platform, parse_capability, platform
 from metainfer.kernels.processes import in_processes
 from metainfer.kernels.reference import BACKENDS as REFERENCE_BACKENDS
 from metainfer.kernels.reference.norm import rms_norm
 from metainfer.kernels.registry import Backend, Kernel, Registry, no
 from metainfer.kernels.verify import check, checks_of, clock, exact_products
-from metainfer.kernels.verify_record import keep, passed, read_record, sign, unverified
-from metainfer.kernels.verify_run import Check
+from metainfer.kernels.verify_known import known, unverified
+from metainfer.kernels.verify_record import keep, read_record, sign
+from metainfer.kernels.verify_run import Check, Sizes, State
 from metainfer.ops.base import Load, Target
 from metainfer.ops.catalogue import OPS
 from metainfer.ops.norm import RmsNormCase
@@ -101,7 +102,7 @@ def test_sizes_that_change_nothing_are_left_out() -> None:
         (OP, CASE, "decode"),
         ("attention.sparse_decode", attention, "decode"),
     ]
-    checks = checks_of(uses, 64, (1, 4), (16, 1024, 10**9), longest=32768)
+    checks = checks_of(uses, Sizes(64, (1, 4), (16, 1024, 10**9)), longest=32768)
     sizes = [(c.op, c.phase, c.load.rows, c.load.tokens) for c in checks]
     assert sizes == [
         (OP, "prefill", 16, 16),
@@ -117,7 +118,7 @@ def test_sizes_that_change_nothing_are_left_out() -> None:
 
 def test_checks_follow_the_formats_and_the_layout_of_a_plan() -> None:
     options = VerifyOptions("deepseek-v4-flash", part="attention", entries=(256,))
-    checks = checks_for(options, "cpu", 4, "float32")
+    checks = checks_for(options, sizes_for(options, "cpu"), 4, "float32")
     attention = [check for check in checks if check.op == "attention.sparse_decode"]
     assert {check.case.heads for check in attention} == {16}
     assert {check.case.dtype for check in checks} == {"float32"}
@@ -160,6 +161,7 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         )  # fmt: skip
     assert ran.code == 0, ran.out + ran.err
     assert "checks passed on" in ran.out
+    assert "partial: sizes that verify takes by itself were left out" in ran.out
     (kept,) = (directory / "cache").iterdir()
     text = (directory / "record.json").read_text()
     assert json.loads(kept.read_text()) == json.loads(text)
@@ -167,7 +169,8 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_the_verb_verifies_every_case_of_a_model(record: dict[str, Any]) -> None:
-    assert record["failed"] == record["left_out"] == 0
+    assert record["failed"] == record["not_run"] == 0
+    assert min(record["passed"], record["not_verified"]) > 0
     assert {case["op"] for case in record["cases"]} >= {
         "norm.rms_norm",
         "hc.mix",
@@ -177,6 +180,10 @@ def test_the_verb_verifies_every_case_of_a_model(record: dict[str, Any]) -> None
     }
     assert not any(case["op"].startswith(("linear.", "moe.")) for case in record["cases"])
     for case in record["cases"]:
+        assert case["state"] == ("not verified" if case["backend"] == "reference" else "passed")
+        if case["state"] == "not verified":
+            assert case["seconds"] is case["error"] is None
+            continue
         assert case["seconds"] > 0
         assert case["floor_s"] > 0
         assert case["error"] <= max(case["tolerance"], 0.26)  # codes differ by a step at most
@@ -213,7 +220,8 @@ def test_a_record_is_shown_unless_it_was_edited(record: dict[str, Any], tmp_path
     assert f"sha256 {record['sha256']}" in ran.out
 
     failed = json.loads(json.dumps(record))
-    failed["cases"][0]["problem"], failed["failed"] = "off by 3", 1
+    failed["cases"][0] |= {"problem": "off by 3", "state": "failed"}
+    failed["failed"] = 1
     path.write_text(json.dumps(sign(failed)))
     ran = metainfer("verify", "--show", str(path))
     assert ran.code == 1
@@ -233,53 +241,121 @@ def kernel(case: Any, backend: str = "native") -> Kernel:
 def test_what_passed_counts_for_its_card_and_versions_alone(
     record: dict[str, Any], tmp_path: Path
 ) -> None:
-    cases = [case for case in record["cases"] if case["op"] == OP]
-    known = kernel(RmsNormCase(**cases[0]["case"]), cases[0]["backend"])
-    assert unverified([known], passed(record["card"], tmp_path)) == [known]
-    keep(record, tmp_path)
-    done = passed(record["card"], tmp_path)
-    assert unverified([known, known], done) == []
-    strange, other = kernel(RmsNormCase(999)), kernel(known.case, "other")
-    assert unverified([known, strange, other, strange], done) == [strange, other]
-    assert passed(record["card"] | {"driver": "999"}, tmp_path) == frozenset()
+    one = norm_of(record)
+    whole = sign(record | {"whole_sizes": True})
 
-    failed = json.loads(json.dumps(record)) | {"date": "9999-01-01"}
-    for case in failed["cases"]:
-        if case["op"] == OP:
-            case["problem"] = "off by 3"
-    keep(sign(failed), tmp_path)
-    assert unverified([known], passed(record["card"], tmp_path)) == [known]
-    keep(sign(record | {"date": "9999-02-01"}), tmp_path)
-    assert unverified([known], passed(record["card"], tmp_path)) == []
+    def left(*kernels: Kernel) -> list[Kernel]:
+        done = known(record["card"], "bfloat16", tmp_path)
+        return list(unverified(kernels, done.passed).values())
+
+    assert left(one) == [one]
+    keep(whole, tmp_path)
+    assert left(one, one) == []
+    strange, other = kernel(RmsNormCase(999)), kernel(one.case, "other")
+    assert left(one, strange, other, strange) == [strange, other]
+    assert left(kernel(one.case, "reference")) == []
+    assert not known(record["card"] | {"driver": "999"}, "bfloat16", tmp_path).passed
+    assert not known(record["card"], "float32", tmp_path).passed
+
+    keep(sign(with_state(whole, State.FAILED) | {"date": "9999-01-01"}), tmp_path)
+    assert left(one) == [one]
+    keep(sign(whole | {"date": "9999-02-01"}), tmp_path)
+    assert left(one) == []
+    keep(sign(record | {"date": "9999-03-01"}), tmp_path)
+    assert left(one) == []
+
+
+def norm_of(record: dict[str, Any]) -> Kernel:
+    """A norm that passed."""
+    (case, *_) = [case for case in record["cases"] if case["op"] == OP]
+    return kernel(RmsNormCase(**case["case"]), case["backend"])
+
+
+def with_state(record: dict[str, Any], state: State, most: int | None = None) -> dict[str, Any]:
+    """The record with another outcome of the norms, or of so many of them."""
+    changed: dict[str, Any] = json.loads(json.dumps(record))
+    for case in [case for case in changed["cases"] if case["op"] == OP][:most]:
+        case["state"] = state
+    return changed
+
+
+@pytest.mark.parametrize("what", ["small sizes", "cut short"])
+def test_what_passed_in_part_does_not_count(
+    record: dict[str, Any], tmp_path: Path, what: str
+) -> None:
+    partial = record
+    if what == "cut short":
+        partial = sign(with_state(record, State.NOT_RUN, most=1) | {"whole_sizes": True})
+    keep(partial, tmp_path)
+    done = known(record["card"], "bfloat16", tmp_path)
+    (name,) = unverified([norm_of(record)], done.passed)
+    assert name in done.partly
+    assert bool(done.passed) == (what == "cut short")
+
+
+def test_a_run_that_was_cut_short_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify_record, "default_cache", lambda: tmp_path)
+    ran = metainfer("verify", "--device", "cpu", "--budget", "0", "--json")
+    record = json.loads(ran.out)
+    assert ran.code == 3
+    assert record["passed"] == record["failed"] == 0
+    assert record["not_run"] == len(record["cases"]) > 0
+    assert record["partial"] == [f"{record['not_run']} of {record['not_run']} checks were not run"]
+    (tmp_path / "cut.json").write_text(ran.out)
+    ran = metainfer("verify", "--show", str(tmp_path / "cut.json"))
+    assert ran.code == 3
+    assert f"; {record['not_run']} were not run for want of time" in ran.out
+
+
+def test_references_are_not_held_against_themselves() -> None:
+    outcome = check(on_cpu(Backend(OP, "cpu", broken)), ONE, f"{OP}=reference", seed=5)
+    assert (outcome.backend, outcome.state) == ("reference", State.NOT_VERIFIED)
+
+
+def test_caches_have_the_format_of_the_plan() -> None:
+    seen = []
+
+    def looks(case: Any, *arguments: Any) -> Any:
+        seen.append(arguments[4].dtype)
+        raise RuntimeError("seen")
+
+    attention = OPS["attention.sparse_decode"].cases["pebble"][1]
+    one = Check("attention.sparse_decode", attention, "decode", Load(1, 512))
+    on = on_cpu(Backend("attention.sparse_decode", "cpu", looks))
+    for dtype in ("float32", "bfloat16", ""):
+        check(on, one, "", seed=5, cache_dtype=dtype)
+    assert seen == [torch.float32, torch.bfloat16, getattr(torch, attention.dtype)]
 
 
 def test_a_record_that_was_edited_counts_for_nothing(
     record: dict[str, Any], tmp_path: Path
 ) -> None:
-    path = keep(record, tmp_path)
+    path = keep(sign(record | {"whole_sizes": True}), tmp_path)
+    assert known(record["card"], "bfloat16", tmp_path).passed
     path.write_text(path.read_text().replace('"problem": ""', '"problem": "x"', 1))
-    assert passed(record["card"], tmp_path) == frozenset()
+    assert not known(record["card"], "bfloat16", tmp_path).passed
 
 
 def test_serve_says_when_kernels_never_passed(
     record: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verify_record, "default_cache", lambda: tmp_path)
+    monkeypatch.setattr(verify_known, "default_cache", lambda: tmp_path)
     monkeypatch.setattr(verify_record, "card_facts", lambda machine, device: record["card"])
-    (case, backend), *_ = {
-        (RmsNormCase(**c["case"]), c["backend"]) for c in record["cases"] if c["op"] == OP
-    }
 
     def said(device: str) -> str:
         err = io.StringIO()
         terminal = Terminal(io.StringIO(), err, colour=False, live=False)
-        plan: Any = SimpleNamespace(device=SimpleNamespace(value=device))
-        serve.say_unverified(terminal, probe(), plan, [kernel(case, backend)])
+        plan: Any = SimpleNamespace(
+            device=SimpleNamespace(value=device), cache_dtype=SimpleNamespace(value="bfloat16")
+        )
+        serve.say_unverified(terminal, probe(), plan, [norm_of(record)])
         return err.getvalue()
 
     assert said("cpu") == ""
     assert said("cuda:0").startswith("1 kernels in use never passed `metainfer verify`")
     keep(record, tmp_path)
+    assert "1 passed in part: not run to the end, or at small sizes" in said("cuda:0")
+    keep(sign(record | {"whole_sizes": True}), tmp_path)
     assert said("cuda:0") == ""
 
 
@@ -290,7 +366,8 @@ def test_serve_says_when_kernels_never_passed(
         (("--as", "sm_89", "--device", "cpu"), "a CPU does not run the code of sm_89"),
         (("no-such-model",), "there is no model at 'no-such-model'"),
         (("--workers", "0"), "--workers must be at least 1"),
-        (("--plan", "/no/such/plan.json"), "no such file"),
+        (("pebble", "--plan", "/no/such/plan.json"), "no such file"),
+        (("--plan", "plan.json"), "a plan does not name its model"),
     ],
 )
 def test_what_cannot_be_verified_is_refused(flags: tuple[str, ...], message: str) -> None:

@@ -26,9 +26,9 @@ def _sinks(case: Any, draw: Draw) -> torch.Tensor | None:
 
 
 def _cache(case: Any, draw: Draw, rows: int, row_format: str, dtype: str = "") -> torch.Tensor:
-    """Rows of a cache in a format; those of dense ones in `dtype`, else the case's."""
+    """Rows of a cache in a format; plain numbers in `dtype`, else the draw's or case's."""
     if row_format == DENSE:
-        return draw.normal(rows, case.key_width, dtype=dtype or case.dtype)
+        return draw.normal(rows, case.key_width, dtype=dtype or draw.cache_dtype or case.dtype)
     if draw.shapes_only:
         shape = rows, FORMATS[row_format].row_bytes
         return torch.empty(shape, dtype=torch.uint8, device=draw.device)

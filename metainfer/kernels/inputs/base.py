@@ -31,10 +31,16 @@ class Draw:
 
     Numbers are made on the CPU and copied, so that devices can be compared; with `in_place` they
     are made where they are wanted, which large inputs need.
+
+    Attributes:
+        cache_dtype: of caches that hold plain numbers; "" for that of the case.
     """
 
-    def __init__(self, seed: int, device: str = "cpu", in_place: bool = False) -> None:
+    def __init__(
+        self, seed: int, device: str = "cpu", in_place: bool = False, cache_dtype: str = ""
+    ) -> None:
         self.device = device
+        self.cache_dtype = cache_dtype
         self.shapes_only = device == "meta"
         self._made_on = device if in_place or self.shapes_only else "cpu"
         self._generator = None

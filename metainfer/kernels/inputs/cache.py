@@ -81,7 +81,8 @@ def _written(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A cache full of garbage, and the rows to write."""
     if case.format == DENSE:
-        cache = draw.normal(rows + _SPARE, case.width, dtype=dtype or case.dtype)
+        kept = dtype or draw.cache_dtype or case.dtype
+        cache = draw.normal(rows + _SPARE, case.width, dtype=kept)
     else:
         cache = _bytes(draw, rows + _SPARE, FORMATS[case.format].row_bytes)
     return cache, _places(draw, rows, large)

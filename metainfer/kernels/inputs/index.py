@@ -97,7 +97,7 @@ def index_topk_at_load(case: IndexCase, draw: Draw, load: Load) -> Call:
     seen_T1 = ((positions_T + 1) // case.ratio).unsqueeze(1)
     key_rows_1E = draw.spread(1, entries, entries + entries // 4)
     queries = _queries_at_load(case, draw, load.rows)
-    keys = _coded_at_load(case, draw, entries + entries // 4)
+    keys = _coded_at_load(case, draw, draw.cache_dtype, entries + entries // 4)
     candidates_TB = _candidates_at_load(case, draw, seen_T1, entries)
     return Call((), (*queries, keys, key_rows_1E, None, positions_T, candidates_TB))
 
@@ -108,7 +108,7 @@ def index_topk_decode_at_load(case: IndexCase, draw: Draw, load: Load) -> Call:
     cache_rows = load.rows * (entries + entries // 4)
     key_rows_TE = draw.spread(1, load.rows * entries, cache_rows).view(load.rows, entries)
     queries = _queries_at_load(case, draw, load.rows)
-    keys = _coded_at_load(case, draw, cache_rows)
+    keys = _coded_at_load(case, draw, draw.cache_dtype, cache_rows)
     seen_T1 = torch.full((load.rows, 1), entries, device=draw.device)
     candidates_TB = _candidates_at_load(case, draw, seen_T1, entries)
     return Call((), (*queries, keys, key_rows_TE, candidates_TB))
@@ -160,12 +160,13 @@ def _candidates(case: IndexCase, draw: Draw, seen_T: torch.Tensor) -> torch.Tens
 
 
 def _queries_at_load(case: IndexCase, draw: Draw, rows: int) -> tuple[Coded, torch.Tensor]:
-    return _coded_at_load(case, draw, rows, case.heads), draw.normal(rows, case.heads)
+    return _coded_at_load(case, draw, "", rows, case.heads), draw.normal(rows, case.heads)
 
 
-def _coded_at_load(case: IndexCase, draw: Draw, *shape: int) -> Coded:
+def _coded_at_load(case: IndexCase, draw: Draw, dtype: str, *shape: int) -> Coded:
+    """Numbers in `dtype`, else the case's, or codes and scales."""
     if case.key_format == DENSE:
-        return draw.normal(*shape, case.width, dtype=case.dtype)
+        return draw.normal(*shape, case.width, dtype=dtype or case.dtype)
     form = INDEX_FORMATS[case.key_format]
     if form.code == "e2m1":
         codes = draw.integers(0, 256, *shape, form.code_bytes).to(torch.uint8)
