@@ -11,9 +11,11 @@ from metainfer.kernels.triton import (
     index,
     index_codes,
     linear,
+    moe,
     norm,
     quantise,
     rope,
+    route,
 )
 from metainfer.kernels.triton.backend import Declared
 from metainfer.kernels.triton.launch import Launcher
@@ -31,6 +33,8 @@ DECLARED: tuple[Declared, ...] = (
     *attention_prefill.BACKENDS,
     *attention_decode.BACKENDS,
     *attention_merge.BACKENDS,
+    *route.BACKENDS,
+    *moe.BACKENDS,
 )
 
 

@@ -74,13 +74,22 @@ def row_tile(launch: Launcher, rows: int, width: int, least: int = 1) -> RowTile
 @triton.jit
 def rounded(x, pointer):
     """fp32 -> fp32 as the type that a pointer points to holds it."""
-    if _INTERPRETED and pointer.dtype.element_ty == tl.bfloat16:
+    if pointer.dtype.element_ty == tl.bfloat16:
+        return rounded_to_bf16(x)
+    else:
+        return x.to(pointer.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def rounded_to_bf16(x):
+    """fp32 -> fp32 as bf16 holds it."""
+    if _INTERPRETED:
         # The interpreter cuts off instead.
         bits = as_bits(x)
         nearest = as_float((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000)
         return tl.where(tl.abs(x) <= 3.4028235e38, nearest, x)
     else:
-        return x.to(pointer.dtype.element_ty).to(tl.float32)
+        return x.to(tl.bfloat16).to(tl.float32)
 
 
 @triton.jit
