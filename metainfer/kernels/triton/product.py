@@ -127,7 +127,7 @@ def few_tile(launch: Launcher, sizes: Sizes, weight: Weight, form: str, rows: in
     # Sums of 64 rows are too many for the registers of the program that ends last.
     tile = Tile(height, 64, step, 4, 4 if height == FEW_ROWS else 5, ticket=height < FEW_ROWS)
     if step * _BYTES[form] <= 32:
-        tile = replace(tile, outputs=128, stages=6)
+        tile = replace(tile, outputs=128 if height < FEW_ROWS else 64, stages=6)
     return _split(launch, sizes, weight, tile)
 
 

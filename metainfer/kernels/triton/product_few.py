@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from metainfer.kernels.triton.product_operands import factor_of, operand, scale_of
+from metainfer.kernels.triton.product_operands import factor_of, operand, scale_of, step_scales
 from metainfer.kernels.triton.rows import rounded
 
 
@@ -45,18 +45,23 @@ def few_products(  # noqa: PLR0912, PLR0915 (formats tie all of it together)
     at_N = group.to(tl.int64) * outputs + tl.minimum(out_N, outputs - 1)
     x_at_MK = x + at_M[:, None] * x_stride + group * columns + k_K[None, :]
     weight_at_NK = weight + at_N[:, None] * columns + k_K[None, :]
+    steps = tl.cdiv(columns, BK)
+    share = tl.cdiv(PARTS * steps, SPLITS)
+    first, last = split * share, tl.minimum((split + 1) * share, PARTS * steps)
+    x_scale_at_M = None
     if x_scales is not None:
-        x_scale_at_M = x_scales + at_M * x_scales_stride
-        first_scale = group * (columns // GROUP)
+        x_scale_at_M = x_scales + (at_M * x_scales_stride + group * (columns // GROUP))
     if weight_scales is not None:
-        scale_at_N = weight_scales + at_N // BLOCK_O * weight_scales_stride
         if ONE_SCALE:
             block = (group * outputs + tile * BN) // BLOCK_O
             scale_at = weight_scales + block * weight_scales_stride
-    steps = tl.cdiv(columns, BK)
-    share = tl.cdiv(PARTS * steps, SPLITS)
+        else:
+            scale_at = weight_scales + at_N // BLOCK_O * weight_scales_stride
+        ahead_M, ahead_N = step_scales(
+            x_scale_at_M, scale_at, tl.minimum(first, steps - 1) * BK, GROUP, BLOCK_I
+        )
     acc_NM = tl.zeros([BN, BM], tl.float32)
-    for n in range(split * share, tl.minimum((split + 1) * share, PARTS * steps)):
+    for n in range(first, last):
         step = n % steps * BK
         if EVEN:
             weight_NK = tl.load(weight_at_NK + (n // steps * part_size + step))
@@ -71,16 +76,16 @@ def few_products(  # noqa: PLR0912, PLR0915 (formats tie all of it together)
         if weight_scales is None:
             acc_NM = tl.dot(weight_NK, x_KM, acc_NM, input_precision="ieee")
         else:
+            scale_M, scale_N = ahead_M, ahead_N
+            following = tl.minimum(step + BK, (steps - 1) * BK)
+            ahead_M, ahead_N = step_scales(x_scale_at_M, scale_at, following, GROUP, BLOCK_I)
             part_NM = tl.dot(weight_NK, x_KM, input_precision="ieee")
-            scale_M = tl.full([BM], factor_of(FORM), tl.float32)
+            factor = scale_of(scale_N) * factor_of(FORM)
+            if not ONE_SCALE:
+                factor = factor[:, None]
             if x_scales is not None:
-                scale_M *= scale_of(tl.load(x_scale_at_M + (first_scale + step // GROUP)))
-            if ONE_SCALE:
-                scale_M *= scale_of(tl.load(scale_at + step // BLOCK_I))
-                acc_NM += part_NM * scale_M[None, :]
-            else:
-                scale_N = scale_of(tl.load(scale_at_N + step // BLOCK_I))
-                acc_NM += part_NM * (scale_N[:, None] * scale_M[None, :])
+                factor = factor * scale_of(scale_M)[None, :]
+            acc_NM += part_NM * factor
 
     place_NM = t_M.to(tl.int64)[None, :] * width + (group * outputs + out_N)[:, None]
     is_there_NM = (out_N < outputs)[:, None] & (t_M < T)[None, :]

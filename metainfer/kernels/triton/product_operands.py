@@ -56,6 +56,18 @@ def scale_of(scales):
 
 
 @triton.jit
+def step_scales(x_scale_at_M, weight_scale_at, step, GROUP: tl.constexpr, BLOCK_I: tl.constexpr):
+    """(scales of rows, of the weight) of the step that begins with a column, as memory holds them:
+    loaded a step early and read a step later, nothing waits for them. Without scales of rows those
+    of the weight stand for them."""
+    weight_scale = tl.load(weight_scale_at + step // BLOCK_I)
+    if x_scale_at_M is None:
+        return weight_scale, weight_scale
+    else:
+        return tl.load(x_scale_at_M + step // GROUP), weight_scale
+
+
+@triton.jit
 def factor_of(FORM: tl.constexpr):
     """What products in FORM are to be multiplied with."""
     if FORM == "half":

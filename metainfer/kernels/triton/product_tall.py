@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from metainfer.kernels.triton.codes import e4m3_to_float
-from metainfer.kernels.triton.product_operands import factor_of, operand, scale_of
+from metainfer.kernels.triton.product_operands import factor_of, operand, scale_of, step_scales
 from metainfer.kernels.triton.rows import rounded
 
 
@@ -61,14 +61,16 @@ def tall_products(
     at_N = group.to(tl.int64) * outputs + tl.minimum(out_N, outputs - 1)
     x_at_MK = x + at_M[:, None] * x_stride + group * columns + k_K[None, :]
     weight_at_NK = weight + at_N[:, None] * columns + k_K[None, :]
+    x_scale_at_M = None
     if x_scales is not None:
-        x_scale_at_M = x_scales + at_M * x_scales_stride
-        first_scale = group * (columns // GROUP)
+        x_scale_at_M = x_scales + (at_M * x_scales_stride + group * (columns // GROUP))
     if weight_scales is not None:
-        scale_at_N = weight_scales + at_N // BLOCK_O * weight_scales_stride
         if ONE_SCALE:
             block = (group * outputs + across * BN) // BLOCK_O
             scale_at = weight_scales + block * weight_scales_stride
+        else:
+            scale_at = weight_scales + at_N // BLOCK_O * weight_scales_stride
+        ahead_M, ahead_N = step_scales(x_scale_at_M, scale_at, 0, GROUP, BLOCK_I)
     acc_MN = tl.zeros([BM, BN], tl.float32)
     steps = tl.cdiv(columns, BK)
     for n in range(0, PARTS * steps):
@@ -86,16 +88,16 @@ def tall_products(
         if weight_scales is None:
             acc_MN = tl.dot(x_MK, weight_KN, acc_MN, input_precision="ieee")
         else:
+            scale_M, scale_N = ahead_M, ahead_N
+            following = tl.minimum(step + BK, (steps - 1) * BK)
+            ahead_M, ahead_N = step_scales(x_scale_at_M, scale_at, following, GROUP, BLOCK_I)
             part_MN = tl.dot(x_MK, weight_KN, input_precision="ieee")
-            scale_M = tl.full([BM], factor_of(FORM), tl.float32)
+            factor = scale_of(scale_N) * factor_of(FORM)
+            if not ONE_SCALE:
+                factor = factor[None, :]
             if x_scales is not None:
-                scale_M *= scale_of(tl.load(x_scale_at_M + (first_scale + step // GROUP)))
-            if ONE_SCALE:
-                scale_M *= scale_of(tl.load(scale_at + step // BLOCK_I))
-                acc_MN += part_MN * scale_M[:, None]
-            else:
-                scale_N = scale_of(tl.load(scale_at_N + step // BLOCK_I))
-                acc_MN += part_MN * (scale_M[:, None] * scale_N[None, :])
+                factor = scale_of(scale_M)[:, None] * factor
+            acc_MN += part_MN * factor
     to_MN = y + row_M.to(tl.int64)[:, None] * (groups * outputs) + group * outputs + out_N[None, :]
     is_there_MN = (row_M < T)[:, None] & (out_N < outputs)[None, :]
     tl.store(to_MN, rounded(acc_MN, y).to(y.dtype.element_ty), mask=is_there_MN)
