@@ -33,6 +33,7 @@ _TOKENS = 131_072
 PREFILL_ROWS = (1, 16, 128, 1024, 8192)
 DECODE_ROWS = (1, 4, 16, 64, 256)
 """Rows of a call that are looked at: kernels choose their constants by them."""
+_MOST_SEQUENCES = 256
 
 Progress = Callable[[int, int], None]  # (done, total)
 
@@ -139,7 +140,7 @@ def cover(
         workers: processes that compile.
         order: as `Registry.bind` takes it.
         prefill_rows, decode_rows: of the calls that are looked at, over a sequence of 131,072
-            tokens or the longest.
+            tokens or the longest; the most rows of prefill also over several of the longest.
         cache: as of `compile_all`.
 
     Raises:
@@ -154,7 +155,10 @@ def cover(
     for request in requests:
         tokens = min(request.longest, _TOKENS)
         loads = {
-            PREFILL: [Load(min(rows, tokens), tokens) for rows in prefill_rows],
+            PREFILL: [
+                *(Load(min(rows, tokens), tokens) for rows in prefill_rows),
+                _largest(prefill_rows, request.longest),
+            ],
             DECODE: [Load(rows, tokens) for rows in decode_rows],
         }
         recorder = _Recorder(request.kind, loads, order)
@@ -171,6 +175,13 @@ def cover(
         tuple(_row(row, capability, outcomes) for row in rows)
         for capability, rows in zip(capabilities, found, strict=True)
     ]
+
+
+def _largest(prefill_rows: Sequence[int], longest: int) -> Load:
+    """Rows of many sequences that are as long as can be: what is made for fewer entries, such as
+    room for them decoded, is not made for these."""
+    rows = min(max(prefill_rows), longest)
+    return Load(rows, longest, min(rows, _MOST_SEQUENCES))
 
 
 class _Recorder:

@@ -31,10 +31,12 @@ class Load:
     Attributes:
         rows: rows of the step.
         tokens: tokens of the sequence in the cache, seen by the last row.
+        sequences: that share the rows of sparse prefill, each of `tokens`; costs are of one.
     """
 
     rows: int
     tokens: int = 0
+    sequences: int = 1
 
 
 def seen_in_all(load: Load, ratio: int, most: int | None = None) -> int:

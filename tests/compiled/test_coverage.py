@@ -13,6 +13,7 @@ from metainfer.kernels.coverage import Request, Row, cover
 from metainfer.kernels.reference import BACKENDS as REFERENCES
 from metainfer.kernels.registry import Registry, no
 from metainfer.kernels.triton.backend import Declared, on_gpu
+from metainfer.ops.attention import AttentionCase
 from metainfer.ops.norm import RmsNormCase
 from metainfer.ops.targets import CARD_KINDS
 from metainfer.ops.use import DECODE, PREFILL, Use
@@ -52,6 +53,16 @@ def test_a_kernel_of_the_package_is_covered(tmp_path: Path) -> None:
         assert row.most("registers") > 16
         assert row.matrix == ()
         assert "num_warps=" in row.pieces[0].constants
+
+
+def test_entries_too_many_to_be_decoded_are_covered(tmp_path: Path) -> None:
+    case = AttentionCase(8, 512, 128, ratio=4, topk=512, entry_format="v4_fp8")
+    use = Use("attention.sparse_prefill", case, (PREFILL,))
+    request = Request((use,), CARD_KINDS["sm_120"], longest=2**20)
+    ((row,),) = cover([request], 1, prefill_rows=(8192,), cache=tmp_path)
+    assert row.ok, row.problems
+    names = {piece.kernel for piece in row.pieces}
+    assert names == {"decode_listed", "list_rows", "prefill_pairs", "prefill_plain"}
 
 
 def test_what_only_the_reference_serves_is_not_covered(monkeypatch: Any, tmp_path: Path) -> None:

@@ -312,6 +312,13 @@ def test_references_are_not_held_against_themselves() -> None:
     assert (outcome.backend, outcome.state) == ("reference", State.NOT_VERIFIED)
 
 
+def test_several_sequences_may_share_the_rows_of_a_prefill() -> None:
+    op = "attention.sparse_prefill"
+    for case in OPS[op].cases["pebble"]:
+        outcome = check(platform("cpu"), Check(op, case, "prefill", Load(6, 300, 3)), "", seed=5)
+        assert (outcome.backend, outcome.problem) == ("cpu", "")
+
+
 def test_caches_have_the_format_of_the_plan() -> None:
     seen = []
 

@@ -102,25 +102,29 @@ def sparse_prefill_far_below(case: Any, draw: Draw, rows: int, start: int) -> Ca
 
 
 def sparse_prefill_at_load(case: Any, draw: Draw, load: Load) -> Call:
-    """The last `load.rows` rows of a sequence of `load.tokens`."""
-    tokens = max(load.tokens, load.rows)
-    start = tokens - load.rows
-    positions_T = torch.arange(start, tokens, device=draw.device)
+    """The last rows of a sequence of `load.tokens`, or of several, which have their entries in
+    common."""
+    count = load.sequences
+    each = load.rows // count
+    tokens = max(load.tokens, each)
+    start = tokens - each
+    positions_T = torch.arange(start, tokens, device=draw.device).repeat(count)
+    sequence_T = torch.arange(count, device=draw.device).repeat_interleave(each)
     window: tuple[Any, ...] = (None, None)
     if case.window:
         halo = min(start, case.window - 1)
-        latents_ND = draw.normal(halo + load.rows, case.key_width, dtype=case.dtype)
-        window = latents_ND, positions_T - (start - halo)
+        latents_ND = draw.normal((halo + each) * count, case.key_width, dtype=case.dtype)
+        window = latents_ND, positions_T - (start - halo) + sequence_T * (halo + each)
     table: tuple[Any, ...] = (None, None, None, None)
     if case.ratio:
         entries = tokens // case.ratio
-        entry_rows_1E = draw.spread(1, entries, entries + entries // 8)
+        entry_rows_BE = draw.spread(count, entries, entries + entries // 8)
         cache = _large_cache(case, draw, entries + entries // 8, case.entry_format)
-        table = cache, entry_rows_1E, None, None
+        table = cache, entry_rows_BE, sequence_T if count > 1 else None, None
         if case.topk and entries > case.topk:
             seen_T1 = (positions_T.unsqueeze(1) + 1) // case.ratio
             table = *table[:3], _chosen(draw, case.topk, seen_T1)
-    q_THK = _queries(case, draw, load.rows)
+    q_THK = _queries(case, draw, len(positions_T))
     return Call((), (q_THK, positions_T, *window, _sinks(case, draw), *table))
 
 
