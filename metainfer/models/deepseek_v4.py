@@ -12,7 +12,7 @@ from metainfer.nn.attention import Attention
 from metainfer.nn.builder import LayerBuilder
 from metainfer.nn.cache import CacheStorage
 from metainfer.nn.hyper import HyperConnection, HyperHead
-from metainfer.nn.inputs import StepInputs
+from metainfer.nn.inputs import DecodeInputs, StepInputs
 from metainfer.nn.linear import dense_fp32
 from metainfer.nn.moe import MixtureOfExperts
 from metainfer.nn.step_index import StepIndex, StepIndexer
@@ -33,9 +33,7 @@ class DecoderLayer:
     def __call__(
         self, streams_TSD: torch.Tensor, step: StepIndex, cache: CacheStorage
     ) -> torch.Tensor:
-        streams_TSD = self._around_attention(
-            streams_TSD, lambda x: self._attention(x, step, cache)
-        )
+        streams_TSD = self._around_attention(streams_TSD, lambda x: self._attention(x, step, cache))
         return self._around_experts(streams_TSD, lambda x: self._experts(x, step.token_ids_T))
 
 
@@ -102,19 +100,26 @@ class DeepseekV4:
         self.weights_nbytes = build.weights_nbytes
         self.kernels = tuple(build.kernels)
 
-    def forward(self, inputs: StepInputs, cache: CacheStorage) -> torch.Tensor:
+    def forward(self, inputs: StepInputs | DecodeInputs, cache: CacheStorage) -> torch.Tensor:
         """Run the rows of one step and write what later steps need into `cache`; returns the
         residual streams [T, S, D] after the last layer."""
         if cache.draft_rows != self._draft_rows:
             raise MetainferError(
                 f"the cache has {cache.draft_rows} draft rows, the model {self._draft_rows}"
             )
-        step = self._indexer.index(inputs)
+        step = self._index(inputs, cache)
         embedded_TD = self._embed_VD.index_select(0, inputs.token_ids_T).to(self._stream_dtype)
         streams_TSD = embedded_TD.unsqueeze(1).repeat(1, self._num_streams, 1)
         for layer in self._layers:
             streams_TSD = layer(streams_TSD, step, cache)
         return streams_TSD
+
+    def _index(self, inputs: StepInputs | DecodeInputs, cache: CacheStorage) -> StepIndex:
+        if isinstance(inputs, StepInputs):
+            return self._indexer.index(inputs)
+        if cache.spare_block is None:
+            raise MetainferError("steps of fixed shapes need a cache with a spare block")
+        return self._indexer.index_decode(inputs, cache.spare_block)
 
     def logits(self, streams_RSD: torch.Tensor) -> torch.Tensor:
         """fp32 [R, V] of the streams of chosen rows."""

@@ -14,9 +14,13 @@ class CacheStorage:
     """One tensor for each kind of each layer, [blocks * rows per block, width].
 
     Memory is not cleared when it is allocated, so pages that no sequence needs are never touched.
+    With `spare`, one slot and one block behind the others belong to nobody: steps of fixed shapes
+    write there what is not wanted, and nothing reads it.
+
     Attributes:
         draft_rows: rows that rings hold beyond what is visible.
         dtype: format of latents, entries and index keys; compressor states are fp32.
+        spare_block: number of the spare block; None without.
         nbytes: of all kinds.
     """
 
@@ -29,13 +33,15 @@ class CacheStorage:
         cache_dtype: torch.dtype,
         draft_rows: int,
         device: torch.device | str,
+        spare: bool = False,
     ) -> None:
         self.draft_rows = draft_rows
         self.dtype = cache_dtype
+        self.spare_block = num_blocks if spare else None
         self._rows: dict[tuple[Kind, int], torch.Tensor] = {}
         self._rings: list[tuple[CacheKind, torch.Tensor]] = []
         for kind in cache_kinds(arch, draft_rows):
-            blocks = num_slots if kind.scope is Scope.SEQUENCE else num_blocks
+            blocks = (num_slots if kind.scope is Scope.SEQUENCE else num_blocks) + spare
             rows_ND = torch.empty(
                 (blocks * kind.rows_per_block, kind.row_width),
                 dtype=torch.float32 if kind.fp32 else cache_dtype,

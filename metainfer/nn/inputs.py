@@ -4,7 +4,7 @@ Built by `llm.batch`, the only place with index arithmetic. Rows of all sequence
 other; sequences with few rows (decode, speculation) come first.
 
 Shape suffixes: T rows of the step, B sequences, M blocks of the longest sequence, R rows with
-logits.
+logits, N slots.
 """
 
 from __future__ import annotations
@@ -48,3 +48,27 @@ class StepInputs:
     @property
     def num_decode_rows(self) -> int:
         return self.row_starts[self.num_decode_sequences]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeInputs:
+    """Inputs of a forward pass of decode rows alone, in shapes that do not depend on what they
+    hold, so that a CUDA graph may be made of it. All numbers are on the device.
+
+    Rows of one sequence are written into its rings first and then attend to them, as in StepInputs.
+    A row at position -1 is padding: it sees nothing, and what it writes goes to the spare slot and
+    block of the cache.
+
+    Attributes:
+        token_ids_T: int64.
+        positions_T: int64, position of each row in its sequence, or -1.
+        slots_T: int64, block of the SEQUENCE-scope kinds of each row's sequence; the spare one of
+            padding.
+        tables_NM: int64, blocks of the TOKENS-scope kinds of each slot's sequence; what lies behind
+            its last block is never looked at. M blocks hold the longest sequence.
+    """
+
+    token_ids_T: torch.Tensor
+    positions_T: torch.Tensor
+    slots_T: torch.Tensor
+    tables_NM: torch.Tensor

@@ -16,13 +16,15 @@ import torch
 
 from metainfer.arch.cache_kinds import BLOCK_TOKENS
 from metainfer.arch.record import Arch, LayerKind
-from metainfer.nn.inputs import StepInputs
+from metainfer.nn.inputs import DecodeInputs, StepInputs
 from metainfer.nn.rotary import compressing_table, sliding_table
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeWindows:
-    """Compressor windows and entries of the decode rows, at one ratio.
+    """Compressor windows and entries of the decode rows, at one ratio. In fixed shapes every row
+    counts as if its window closed: where it does not, the entry has no tokens and goes to the spare
+    block.
 
     Attributes:
         ring_rows_T: compressor ring row of each row.
@@ -127,7 +129,10 @@ class StepIndex:
 
 
 class StepIndexer:
-    """Computes the StepIndex of each step; keeps constant tensors only."""
+    """Computes the StepIndex of each step; keeps constant tensors only.
+
+    `index` makes lists as short as the step allows; `index_decode` reads nothing on the host.
+    """
 
     def __init__(self, arch: Arch, draft_rows: int, device: torch.device) -> None:
         self._device = device
@@ -221,6 +226,61 @@ class StepIndexer:
             rotation_CR2=self._compressing.rows((window_C1 * ratio).squeeze(1), max(ends)),
             num_entries=num_entries,
             entry_rows_TE=entry_rows_TE,
+        )
+
+    def index_decode(self, inputs: DecodeInputs, spare_block: int) -> StepIndex:
+        """The index of decode rows in shapes that depend on those of `inputs` alone."""
+        positions_T1, slots_T1 = inputs.positions_T.unsqueeze(1), inputs.slots_T.unsqueeze(1)
+        tables_TM = inputs.tables_NM.index_select(0, inputs.slots_T)
+        end = tables_TM.shape[1] * BLOCK_TOKENS
+        angles_T = inputs.positions_T.clamp(min=0)
+        ring = self._window_ring
+        return StepIndex(
+            token_ids_T=inputs.token_ids_T,
+            sliding_TR2=self._sliding.rows(angles_T, end),
+            compressing_TR2=self._compressing.rows(angles_T, end),
+            phase_T={ratio: inputs.positions_T % ratio for ratio in self._spans},
+            decode=DecodeIndex(
+                num_rows=len(positions_T1),
+                ring_rows_T=(slots_T1 * ring + positions_T1 % ring).squeeze(1),
+                window_rows_TW=_ring_rows(slots_T1, positions_T1 + self._back_W, ring),
+                windows={
+                    ratio: self._fixed_windows(
+                        positions_T1, slots_T1, tables_TM, ratio, spare_block
+                    )
+                    for ratio in self._spans
+                },
+            ),
+            prefills=(),
+        )
+
+    def _fixed_windows(
+        self,
+        positions_T1: torch.Tensor,
+        slots_T1: torch.Tensor,
+        tables_TM: torch.Tensor,
+        ratio: int,
+        spare_block: int,
+    ) -> DecodeWindows:
+        ring = self._spans[ratio] + self._draft_rows
+        per_block = BLOCK_TOKENS // ratio
+        num_entries = tables_TM.shape[1] * per_block
+        seen_T1 = (positions_T1 + 1) // ratio
+        is_open_T1 = (seen_T1 * ratio != positions_T1 + 1).logical_or_(positions_T1 < 0)
+        closing_TS = _ring_rows(slots_T1, positions_T1 + self._back_S[ratio], ring)
+        window_T1 = positions_T1.clamp(min=0) // ratio
+        target_T1 = tables_TM.gather(1, window_T1 // per_block) * per_block + window_T1 % per_block
+        entry_rows_TE = self._entry_rows(tables_TM, ratio, num_entries)
+        entry_E = torch.arange(num_entries + 1, device=self._device)
+        return DecodeWindows(
+            ring_rows_T=(slots_T1 * ring + positions_T1 % ring).squeeze(1),
+            closing_CS=closing_TS.masked_fill_(is_open_T1, -1),
+            target_rows_C=target_T1.masked_fill_(is_open_T1, spare_block * per_block).squeeze(1),
+            rotation_CR2=self._compressing.rows(
+                (window_T1 * ratio).squeeze(1), tables_TM.shape[1] * BLOCK_TOKENS
+            ),
+            num_entries=num_entries,
+            entry_rows_TE=entry_rows_TE.masked_fill_(entry_E >= seen_T1, -1),
         )
 
     def _prefill(self, inputs: StepInputs, sequence: int, end: int) -> PrefillIndex:

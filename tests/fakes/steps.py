@@ -15,9 +15,10 @@ from metainfer.arch.cache_kinds import BLOCK_TOKENS, Scope, cache_kinds
 from metainfer.arch.record import Arch
 from metainfer.comm.group import Group
 from metainfer.kernels.builtin import builtin_registry
+from metainfer.kernels.registry import Registry
 from metainfer.models.deepseek_v4 import DeepseekV4
 from metainfer.nn.cache import CacheStorage
-from metainfer.nn.inputs import StepInputs
+from metainfer.nn.inputs import DecodeInputs, StepInputs
 from metainfer.ops.base import Target
 from metainfer.weights.load import Checkpoint
 
@@ -35,13 +36,15 @@ def load_model(
     compute_dtype: torch.dtype = torch.float32,
     stream_dtype: torch.dtype | None = None,
     draft_rows: int = 0,
+    registry: Registry | None = None,
 ) -> DeepseekV4:
-    """The checkpoint in `directory` on the CPU, one rank."""
+    """The checkpoint in `directory` on the CPU, one rank, with the backends of this package or of
+    `registry`."""
     with Checkpoint.open(directory, arch) as checkpoint:
         return DeepseekV4(
             arch,
             checkpoint,
-            registry=builtin_registry(),
+            registry=registry or builtin_registry(),
             target=Target("cpu"),
             kernel_order=kernel_order,
             group=Group(),
@@ -88,6 +91,7 @@ class Driver:
             cache_dtype=cache_dtype,
             draft_rows=draft_rows,
             device=CPU,
+            spare=True,
         )
         generator = torch.Generator().manual_seed(seed)
         self._free_slots = torch.randperm(num_slots, generator=generator).tolist()
@@ -127,6 +131,38 @@ class Driver:
         logits_RV = self._model.logits(self._model.forward(inputs, self.cache))
         return list(logits_RV.split([len(tokens) for _, tokens in parts]))
 
+    @torch.inference_mode()
+    def fixed_step(
+        self, *parts: tuple[Track, Sequence[int]], rows: int, blocks: int
+    ) -> list[torch.Tensor]:
+        """A decode step of `rows` rows, most of which may be padding, over tables of `blocks`."""
+        inputs = self.decode_inputs(parts, rows, blocks)
+        logits_TV = self._model.logits(self._model.forward(inputs, self.cache))
+        own_RV = logits_TV[: sum(len(tokens) for _, tokens in parts)]
+        return list(own_RV.split([len(tokens) for _, tokens in parts]))
+
+    def decode_inputs(
+        self, parts: Sequence[tuple[Track, Sequence[int]]], rows: int, blocks: int
+    ) -> DecodeInputs:
+        tables_NM = torch.full((self._num_slots + 1, blocks), -1)
+        tokens, positions, slots = [0] * rows, [-1] * rows, [self._num_slots] * rows
+        row = 0
+        for sequence, own in parts:
+            for token in own:
+                self._grow(sequence, sequence.computed + 1)
+                tokens[row], positions[row], slots[row] = token, sequence.computed, sequence.slot
+                sequence.computed += 1
+                row += 1
+            tables_NM[sequence.slot, : len(sequence.blocks)] = torch.tensor(sequence.blocks)
+        return DecodeInputs(
+            torch.tensor(tokens), torch.tensor(positions), torch.tensor(slots), tables_NM
+        )
+
+    def _grow(self, sequence: Track, tokens: int) -> None:
+        """Blocks for so many tokens."""
+        while len(sequence.blocks) * BLOCK_TOKENS < tokens:
+            sequence.blocks.append(self._free_blocks.pop())
+
     def run(self, tokens: Sequence[int], *lengths: int) -> torch.Tensor:
         """Logits [T, V] of a new sequence computed alone, in chunks of `lengths` and then the
         rest, each as prefill."""
@@ -150,8 +186,7 @@ class Driver:
         owner: list[int] = []
         for index, (sequence, tokens) in enumerate(parts):
             end = sequence.computed + len(tokens)
-            while len(sequence.blocks) * BLOCK_TOKENS < end:
-                sequence.blocks.append(self._free_blocks.pop())
+            self._grow(sequence, end)
             positions += range(sequence.computed, end)
             owner += [index] * len(tokens)
             starts.append(starts[-1] + len(tokens))
