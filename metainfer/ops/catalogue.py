@@ -17,6 +17,7 @@ from metainfer.ops import (
     norm,
     quantise,
     rope,
+    sample,
 )
 from metainfer.ops.base import Op
 
@@ -35,6 +36,7 @@ OPS: Mapping[str, Op] = MappingProxyType(
             attention,
             cache,
             moe,
+            sample,
         )
         for op in module.OPS
     }

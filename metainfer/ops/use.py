@@ -9,8 +9,8 @@ from typing import Any
 PREFILL, DECODE = "prefill", "decode"
 BOTH = (PREFILL, DECODE)
 
-PARTS = ("attention", "products", "experts")
-_PART_OF_GROUP = {"linear": "products", "moe": "experts"}
+PARTS = ("attention", "products", "experts", "sampling")
+_PART_OF_GROUP = {"linear": "products", "moe": "experts", "sample": "sampling"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Use:
 
     @property
     def part(self) -> str:
-        """Of `PARTS`: everything that is neither a product with weights nor of experts belongs to
+        """Of `PARTS`: what is no product with weights, of no experts and no sampling belongs to
         attention."""
         return _PART_OF_GROUP.get(self.op.partition(".")[0], "attention")
 

@@ -7,7 +7,9 @@ from pathlib import Path
 from metainfer.arch.attention_sides import ATTENTION_ONLY
 from metainfer.arch.families import read_arch, read_attention
 from metainfer.core.errors import UserError
-from metainfer.ops.use import PARTS, Use, merged
+from metainfer.ops.sample import OPS as SAMPLING
+from metainfer.ops.sample import SampleCase
+from metainfer.ops.use import DECODE, PARTS, Use, Uses, merged
 from metainfer.ops.uses_attention import attention_uses
 from metainfer.ops.uses_v4 import served_uses
 
@@ -30,6 +32,15 @@ def uses_of(
     side = read_attention(path_or_name)
     served: tuple[Use, ...] = ()
     if side.family not in ATTENTION_ONLY:
-        served = served_uses(read_arch(path_or_name), ranks, dtype, dtype)
+        arch = read_arch(path_or_name)
+        served = (*served_uses(arch, ranks, dtype, dtype), *sampling_uses(arch.vocab_size))
     uses = merged(served, attention_uses(side, ranks, dtype))
     return tuple(use for use in uses if not part or use.part == part)
+
+
+def sampling_uses(vocab: int) -> tuple[Use, ...]:
+    """What `llm.sample` binds. It samples a row of each sequence, so that there are few rows."""
+    uses = Uses(served=True)
+    for op in SAMPLING:
+        uses.add(op.name, SampleCase(vocab), (DECODE,))
+    return uses.all()

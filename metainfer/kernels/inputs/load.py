@@ -17,6 +17,7 @@ from metainfer.kernels.inputs import (
     norm,
     quantise,
     rope,
+    sample,
 )
 from metainfer.kernels.inputs.base import Call, Draw
 from metainfer.ops.base import Load
@@ -65,6 +66,9 @@ LOADED: Mapping[str, Loaded] = MappingProxyType(
         "moe.experts_fp8_rows": _by_rows(moe.experts_fp8_rows),
         "moe.swiglu": _by_rows(moe.swiglu),
         "moe.swiglu_fp8": _by_rows(moe.swiglu),
+        "sample.adjust": sample.adjust_at_load,
+        "sample.draw": _by_rows(sample.draw_tokens),
+        "sample.logprobs": sample.logprobs_at_load,
     }
 )
 """By op: (case, draw, load) -> call."""

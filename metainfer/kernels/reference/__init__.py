@@ -11,11 +11,24 @@ from metainfer.kernels.reference import (
     norm,
     quantise,
     rope,
+    sample,
 )
 from metainfer.kernels.registry import Backend
 
 BACKENDS: tuple[Backend, ...] = tuple(
     backend
-    for module in (norm, rope, quantise, linear, hc, compress, index, attention, cache, moe)
+    for module in (
+        norm,
+        rope,
+        quantise,
+        linear,
+        hc,
+        compress,
+        index,
+        attention,
+        cache,
+        moe,
+        sample,
+    )
     for backend in module.BACKENDS
 )
