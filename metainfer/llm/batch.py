@@ -1,26 +1,35 @@
-"""Batch: Step -> StepInputs, the only place with index arithmetic."""
+"""Batch: Step -> the tensors of one forward pass, the only place with index arithmetic."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from metainfer.llm.step import Step
+from metainfer.llm.step import SequenceStep, Step
 from metainfer.nn.inputs import StepInputs
 
 
 class BatchBuilder:
-    """Builds the inputs of steps.
+    """Builds the inputs of steps; the result depends on the step alone.
 
-    Keeps the block tables of all slots on the host, so that a decode step copies rows of a matrix
-    instead of walking through blocks; the result depends on the step alone.
+    Block tables of all slots stay on the device. A step sends what is new in them, which is a block
+    in 128 tokens for a sequence that decodes. Nothing here waits for the device.
+
+    Attributes:
+        spare_slot: the slot behind those of sequences; its table names no block.
+        tables_NM: int64, blocks of each slot's sequence, then -1.
     """
 
     def __init__(self, num_slots: int, max_blocks: int, device: torch.device) -> None:
         self._device = device
-        self._tables_NM = torch.full((num_slots, max_blocks), -1, dtype=torch.int64)
+        self.spare_slot = num_slots
+        self.tables_NM = torch.full((num_slots + 1, max_blocks), -1, device=device)
         self._written: list[tuple[int, ...]] = [()] * num_slots
 
     def build(self, step: Step) -> StepInputs:
+        """Inputs of a step of any kind."""
+        self.write_tables(step)
         token_ids: list[int] = []
         positions: list[int] = []
         sequence_of_row: list[int] = []
@@ -36,14 +45,9 @@ class BatchBuilder:
             end = row_starts[-1] + rows
             logits_rows += range(end - part.sample_rows, end)
             row_starts.append(end)
-            if part.blocks is not self._written[part.state_slot]:
-                self._write_table(part.state_slot, part.blocks)
         longest = max(len(part.blocks) for part in step.sequences)
-        host_slots_B = torch.tensor(slots)
-        # One copy to the device for all vectors, one for the table.
-        vectors = self._to_device(
-            torch.tensor(token_ids + positions + sequence_of_row + slots + logits_rows)
-        )
+        # One copy to the device for all vectors.
+        vectors = self.sent(token_ids + positions + sequence_of_row + slots + logits_rows)
         rows, count = len(token_ids), len(slots)
         tokens_T, positions_T, sequence_T, slots_B, logits_rows_R = vectors.split(
             [rows, rows, rows, count, len(logits_rows)]
@@ -55,18 +59,46 @@ class BatchBuilder:
             row_starts=tuple(row_starts),
             computed=tuple(part.start for part in step.sequences),
             state_slots_B=slots_B,
-            block_table_BM=self._to_device(self._tables_NM[host_slots_B, :longest]),
+            block_table_BM=self.tables_NM[:, :longest].index_select(0, slots_B),
             num_decode_sequences=step.num_decode_sequences,
             logits_rows_R=logits_rows_R,
         )
 
-    def _write_table(self, slot: int, blocks: tuple[int, ...]) -> None:
-        row_M = self._tables_NM[slot]
-        row_M[len(blocks) : len(self._written[slot])] = -1
-        row_M[: len(blocks)] = torch.tensor(blocks)
-        self._written[slot] = blocks
+    def decode_rows(self, step: Step, rows: int) -> torch.Tensor:
+        """int64 [3 * rows] on the host: tokens, positions and slots of a decode step, each followed
+        by padding. The block tables are sent."""
+        self.write_tables(step)
+        tokens: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        for part in step.sequences:
+            tokens += part.token_ids
+            positions += range(part.start, part.start + len(part.token_ids))
+            slots += [part.state_slot] * len(part.token_ids)
+        padding = rows - len(tokens)
+        tokens += [0] * padding
+        positions += [-1] * padding
+        return self._host([*tokens, *positions, *slots, *[self.spare_slot] * padding])
 
-    def _to_device(self, host: torch.Tensor) -> torch.Tensor:
-        if self._device.type == "cpu":
-            return host
-        return host.pin_memory().to(self._device, non_blocking=True)
+    def write_tables(self, step: Step) -> None:
+        """Send what is new in the block tables of the sequences of `step`."""
+        for part in step.sequences:
+            if part.blocks is not self._written[part.state_slot]:
+                self._write_table(part)
+
+    def sent(self, numbers: Sequence[int]) -> torch.Tensor:
+        """int64 on the device."""
+        return self._host(numbers).to(self._device, non_blocking=True)
+
+    def _write_table(self, part: SequenceStep) -> None:
+        known, blocks = self._written[part.state_slot], part.blocks
+        first = len(known) if blocks[: len(known)] == known else 0
+        numbers = [*blocks[first:], *[-1] * (len(known) - len(blocks))]
+        row_M = self.tables_NM[part.state_slot, first : first + len(numbers)]
+        row_M.copy_(self._host(numbers), non_blocking=True)
+        self._written[part.state_slot] = blocks
+
+    def _host(self, numbers: Sequence[int]) -> torch.Tensor:
+        """int64 in memory from which copies to the device do not wait. What is freed before it was
+        copied is kept until then (by torch's allocator of pinned memory)."""
+        return torch.tensor(numbers, dtype=torch.int64, pin_memory=self._device.type == "cuda")

@@ -6,14 +6,16 @@ Knows requests only by what their sampling needs. Which request runs when is the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 import torch
 
 from metainfer.llm.batch import BatchBuilder
+from metainfer.llm.graphs import DecodeSteps, Graphs
 from metainfer.llm.sample import Draw, Row, SequenceSampling, sample, token_logprobs
 from metainfer.llm.step import SequenceOutput, SequenceStep, Step, StepOutput
-from metainfer.nn.inputs import StepInputs
+from metainfer.nn.inputs import DecodeInputs, StepInputs
 from metainfer.plan.ledger import PROMPT_LOGITS_BYTES
 
 
@@ -30,15 +32,33 @@ C_contra = TypeVar("C_contra", bound=Cache, contravariant=True)
 class Model(Protocol[C_contra]):
     """What the runner needs of a model."""
 
-    def forward(self, inputs: StepInputs, cache: C_contra) -> torch.Tensor:
+    def forward(self, inputs: StepInputs | DecodeInputs, cache: C_contra) -> torch.Tensor:
         """Residual streams of all rows, [T, S, D]."""
 
     def logits(self, streams_RSD: torch.Tensor) -> torch.Tensor:
         """Logits, fp32 [R, V]."""
 
 
+@dataclass(frozen=True, slots=True)
+class FixedShapes:
+    """How decode steps run in fixed shapes, for a cache with a spare slot and block.
+
+    Attributes:
+        row_sizes, block_sizes: see `llm.graphs.DecodeSteps`.
+        graphs: makes graphs of them; None for none.
+    """
+
+    row_sizes: tuple[int, ...]
+    block_sizes: tuple[int, ...]
+    graphs: Graphs | None = None
+
+
 class Runner(Generic[C]):
-    """Used by one thread, which is the only one that touches the cache."""
+    """Used by one thread, which is the only one that touches the cache.
+
+    Args:
+        fixed: None where every step is computed in shapes of its own.
+    """
 
     def __init__(
         self,
@@ -50,6 +70,7 @@ class Runner(Generic[C]):
         num_slots: int,
         max_blocks: int,
         device: torch.device,
+        fixed: FixedShapes | None = None,
     ) -> None:
         self._model = model
         self._cache = cache
@@ -57,6 +78,18 @@ class Runner(Generic[C]):
         self._batch = BatchBuilder(num_slots, max_blocks, device)
         self._slice_rows = max(1, PROMPT_LOGITS_BYTES // (4 * vocab_size))
         self._states: dict[str, SequenceSampling] = {}
+        self.decode_steps: DecodeSteps[C] | None = None
+        if fixed is not None:
+            self.decode_steps = DecodeSteps(
+                model,
+                cache,
+                self._batch.tables_NM,
+                spare_slot=self._batch.spare_slot,
+                vocab_size=vocab_size,
+                row_sizes=fixed.row_sizes,
+                block_sizes=fixed.block_sizes,
+                graphs=fixed.graphs,
+            )
 
     @torch.inference_mode()
     def execute(self, step: Step) -> StepOutput:
@@ -69,16 +102,20 @@ class Runner(Generic[C]):
         fresh = [part.state_slot for part in step.sequences if part.resets_state]
         if fresh:
             self._cache.reset_slots(fresh)
-        inputs = self._batch.build(step)
-        streams_TSD = self._model.forward(inputs, self._cache)
-        draws = self._draw(step, inputs, streams_TSD)
+        logits_RV, streams = self._compute(step)
+        draws = self._draw(step, logits_RV)
         outputs: list[SequenceOutput] = []
         drawn = 0
-        for index, part in enumerate(step.sequences):
-            own_NSD = streams_TSD[inputs.row_starts[index] : inputs.row_starts[index + 1]]
+        for part, own_NSD in zip(step.sequences, streams, strict=True):
             outputs.append(self._output(part, draws[drawn : drawn + part.sample_rows], own_NSD))
             drawn += part.sample_rows
         return StepOutput(step.step_id, tuple(outputs))
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Run decode steps of all fixed shapes, and make their graphs, before the first request."""
+        if self.decode_steps is not None:
+            self.decode_steps.capture()
 
     def dry_run(self, step: Step) -> None:
         """Execute a step that belongs to nobody, before the first request. All its sequences must
@@ -91,7 +128,34 @@ class Runner(Generic[C]):
         trusted. Running out of memory is not fatal."""
         return isinstance(error, torch.AcceleratorError)
 
-    def _draw(self, step: Step, inputs: StepInputs, streams_TSD: torch.Tensor) -> list[Draw]:
+    def _compute(self, step: Step) -> tuple[torch.Tensor | None, Sequence[torch.Tensor | None]]:
+        """Logits of the rows that are sampled, in the order of the step, and the streams of each
+        sequence where log-probabilities of its prompt are made of them."""
+        shape = self.decode_steps.shape_of(step) if self.decode_steps is not None else None
+        if self.decode_steps is not None and shape is not None:
+            numbers = self._batch.decode_rows(step, shape.rows)
+            logits_TV = self.decode_steps.run(shape, numbers)
+            return self._sampled(step, logits_TV), [None] * len(step.sequences)
+        inputs = self._batch.build(step)
+        streams_TSD = self._model.forward(inputs, self._cache)
+        logits_RV = None
+        if len(inputs.logits_rows_R):
+            logits_RV = self._model.logits(streams_TSD[inputs.logits_rows_R])
+        lengths = [len(part.token_ids) for part in step.sequences]
+        return logits_RV, streams_TSD.split(lengths)
+
+    def _sampled(self, step: Step, logits_TV: torch.Tensor) -> torch.Tensor:
+        """The logits of rows that are sampled, of those of all rows of a decode step."""
+        if all(part.sample_rows == len(part.token_ids) for part in step.sequences):
+            return logits_TV[: step.num_rows]
+        rows: list[int] = []
+        end = 0
+        for part in step.sequences:
+            end += len(part.token_ids)
+            rows += range(end - part.sample_rows, end)
+        return logits_TV.index_select(0, self._batch.sent(rows))
+
+    def _draw(self, step: Step, logits_RV: torch.Tensor | None) -> list[Draw]:
         """A draw for each sampled row, in the order of the step."""
         rows = [
             Row(
@@ -102,18 +166,16 @@ class Runner(Generic[C]):
             for part in step.sequences
             for i in range(part.sample_rows)
         ]
-        if not rows:
-            return []
-        return sample(self._model.logits(streams_TSD[inputs.logits_rows_R]), rows)
+        return [] if logits_RV is None or not rows else sample(logits_RV, rows)
 
     def _output(
-        self, part: SequenceStep, draws: list[Draw], streams_NSD: torch.Tensor
+        self, part: SequenceStep, draws: list[Draw], streams_NSD: torch.Tensor | None
     ) -> SequenceOutput:
         """What `part` gave; `streams_NSD` are its own rows."""
         state = self._states[part.request_id]
         accepted, error = _accept(draws, part.token_ids)
         prompt_logprobs = None
-        if part.prompt_logprobs and error is None:
+        if part.prompt_logprobs and error is None and streams_NSD is not None:
             error = self._add_prompt_logprobs(state, part, streams_NSD)
             if error is None and len(state.prompt_logprobs) == state.num_prompt:
                 prompt_logprobs = tuple(state.prompt_logprobs)
