@@ -1,5 +1,6 @@
-"""Models, layouts and kinds of card that stand for all, at one step of prefill and one of decode:
-the kernels that they need are there, compile and fit. `make soak` goes through the whole matrix.
+"""Models, layouts and kinds of card that stand for all, at one step of prefill, and of decode with
+one row and with many: the kernels that they need are there, compile and fit. `make soak` goes
+through the whole matrix.
 
 Facts of code that was compiled before come from the user's cache, as with the command.
 """
@@ -25,11 +26,12 @@ MATRIX = (
     ("glm-5.3", 8, "sm_80"),
     ("deepseek-v4.1-flash", 8, "sm_86"),
     ("deepseek-v3.2", 1, "sm_90"),
+    ("deepseek-v4-flash", 1, "sm_90"),
     ("deepseek-v4-flash", 4, "sm_100"),
 )
 WHOLE = MATRIX[0]
-"""Of it all that there is; of the others attention and the choice of entries, over caches in the
-released formats."""
+"""Of it all that there is, to the longest sequence; of the others attention and the choice of
+entries, over caches in the released formats."""
 
 
 def uses_for(key: tuple[str, int, str]) -> tuple[Use, ...]:
@@ -49,8 +51,10 @@ def attends(use: Use, formats: tuple[str, ...]) -> bool:
 def covered() -> dict[tuple[str, int, str], tuple[Row, ...]]:
     """Rows by model, ranks and kind of card, all compiled by the same processes."""
     requests = [Request(uses_for(key), CARD_KINDS[key[2]]) for key in MATRIX]
+    longest = read_attention(WHOLE[0]).max_model_len
+    requests[MATRIX.index(WHOLE)] = Request(uses_for(WHOLE), CARD_KINDS[WHOLE[2]], longest)
     workers = min(4, len(os.sched_getaffinity(0)))
-    found = cover(requests, workers, prefill_rows=(8192,), decode_rows=(64,))
+    found = cover(requests, workers, prefill_rows=(8192,), decode_rows=(1, 64))
     return dict(zip(MATRIX, found, strict=True))
 
 
