@@ -16,6 +16,7 @@ from metainfer.kernels.triton import (
     quantise,
     rope,
     route,
+    sample,
 )
 from metainfer.kernels.triton.backend import Declared
 from metainfer.kernels.triton.launch import Launcher
@@ -35,6 +36,7 @@ DECLARED: tuple[Declared, ...] = (
     *attention_merge.BACKENDS,
     *route.BACKENDS,
     *moe.BACKENDS,
+    *sample.BACKENDS,
 )
 
 
