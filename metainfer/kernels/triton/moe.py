@@ -26,7 +26,7 @@ from metainfer.kernels.triton.moe_weights import (
     Experts,
     Matrix,
     dense_matrix,
-    folded_matrices,
+    folded_matrix,
     fp4_matrix,
     fp8_matrix,
 )
@@ -55,22 +55,18 @@ class Rows:
 
 
 def prepare(case: ExpertsCase, w1: Tensors, w2: Tensors, w3: Tensors) -> Experts:
-    def matrix(weight: Tensors) -> Matrix:
-        if case.weight_format == "dense":
-            return dense_matrix(case.dtype, *weight)
-        return (fp8_matrix if case.weight_format == "fp8_block" else fp4_matrix)(*weight)
-
-    return Experts(matrix(w1), matrix(w3), matrix(w2))
+    if case.weight_format == "dense":
+        return Experts(dense_matrix(case.dtype, w1, w3), dense_matrix(case.dtype, w2))
+    matrix = fp8_matrix if case.weight_format == "fp8_block" else fp4_matrix
+    return Experts(matrix(w1, w3), matrix(w2))
 
 
 def prepare_fp8_rows(case: ExpertsFp8RowsCase, w1: Tensors, w2: Tensors, w3: Tensors) -> Experts:
     if case.weight_format == "fp8_block":
-        return Experts(fp8_matrix(*w1), fp8_matrix(*w3), fp8_matrix(*w2))
+        return Experts(fp8_matrix(w1, w3), fp8_matrix(w2))
     if case.group != _FP8_GROUP:
-        return Experts(fp4_matrix(*w1), fp4_matrix(*w3), fp4_matrix(*w2))
-    gate, up = folded_matrices("gate and up", ((w1[0], w1[1]), (w3[0], w3[1])))
-    (down,) = folded_matrices("down", ((w2[0], w2[1]),))
-    return Experts(gate, up, down)
+        return Experts(fp4_matrix(w1, w3), fp4_matrix(w2))
+    return Experts(folded_matrix("gate and up", w1, w3), folded_matrix("down", w2))
 
 
 def experts(
@@ -101,7 +97,7 @@ def experts_fp8_rows(
     """`tiles` for experiments."""
     as_codes = [
         has_fp8(launch) and case.group == _FP8_GROUP and matrix.form in _FP8_FORMS
-        for matrix in (weights.gate, weights.down)
+        for matrix in (weights.gate_up, weights.down)
     ]
     call = _Call(launch, case, ids_TK, tiles, has_codes=as_codes[0])
     dtype = TORCH_DTYPES[case.dtype]
@@ -144,7 +140,7 @@ class _Call:
         """Activations [slots, F]."""
         slots = self._ids_TK.numel()
         hidden = rows.numbers.new_empty(slots, self._case.inner, dtype=self._dtype)
-        self._product(weights.gate, weights.up, rows, hidden, None, None, "")
+        self._product(weights.gate_up, True, rows, hidden, None, None, "")
         return hidden
 
     def gate_up_coded(
@@ -160,20 +156,20 @@ class _Call:
             kept = torch.uint8 if case.scale == "e8m0" else torch.float32
             hidden = new(slots, case.inner, dtype=torch.uint8)
             scales = new(slots, case.inner // case.group, dtype=kept)
-        self._product(weights.gate, weights.up, rows, hidden, scales, None, inside)
+        self._product(weights.gate_up, True, rows, hidden, scales, None, inside)
         return hidden, scales
 
     def down(self, weights: Experts, rows: Rows, weights_TK: torch.Tensor) -> torch.Tensor:
         """The op's result."""
         slots = self._ids_TK.numel()
         parts = rows.numbers.new_empty(slots, self._case.width, dtype=self._dtype)
-        self._product(weights.down, None, rows, parts, None, weights_TK.contiguous(), "")
+        self._product(weights.down, False, rows, parts, None, weights_TK.contiguous(), "")
         return moe_rows.added(self._launch, self._case.experts, self._ids_TK, parts)
 
     def _product(
         self,
         matrix: Matrix,
-        up: Matrix | None,
+        is_gated: bool,
         rows: Rows,
         y: torch.Tensor,
         y_scales: torch.Tensor | None,
@@ -181,17 +177,15 @@ class _Call:
         inside: str,
     ) -> None:
         case, ordered = self._case, self._order
-        tile = self.tiles.down if up is None else self.tiles.gate_up
+        tile = self.tiles.gate_up if is_gated else self.tiles.down
         outputs, columns = y.shape[1], rows.numbers.shape[1]
         step = _step(tile.step, matrix.form, columns, case.block[1])
-        up_parts = (None, None, None) if up is None else up[1:]
         self._launch(
             grouped_product,
             (ordered.tiles * triton.cdiv(outputs, tile.channels),),
             rows.numbers,
             rows.scales,
             *matrix[1:],
-            *up_parts,
             ordered.slots,
             ordered.experts,
             shares_TK,
@@ -213,11 +207,11 @@ class _Call:
             E8M0=getattr(case, "scale", "") == "e8m0",
             BLOCK_N=case.block[0],
             BLOCK_C=case.block[1],
-            GATED=up is not None,
+            GATED=is_gated,
             SORTED=ordered.slots is not None,
             INSIDE=inside,
             BM=self.tiles.rows,
-            BN=tile.channels,
+            BN=2 * tile.channels if is_gated else tile.channels,
             BK=step,
             GM=tile.band,
             SWAP=tile.swap,

@@ -19,29 +19,48 @@ from metainfer.kernels.triton.rows import rounded, rounded_to_bf16
 
 
 @triton.jit
-def weight_tile(
-    codes_ptr, scales_ptr, expert, n_N, ok_N, k,
-    N: tl.constexpr, C: tl.constexpr, FORM: tl.constexpr, BK: tl.constexpr,
-    OPERAND: tl.constexpr, ASM: tl.constexpr,
+def group_scales(
+    scales_at_N, ok_N, k,
+    C: tl.constexpr, BK: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """[BN, BK] of the rows n_N of an expert from column k on, as operands."""
+    """What groups of fp4 at column k are scaled by: int32 [BN], a byte for each of four groups,
+    where a step has four; else uint8 [BN, groups]. Nothing for other forms."""
+    if FORM == "fp4" or FORM == "folded":  # noqa: PLR1714 (kernels have no sets)
+        if BK == 128 and C % 128 == 0:
+            words_at_N = (scales_at_N + k // 32).to(tl.pointer_type(tl.int32))
+            return tl.load(words_at_N, ok_N, 0)
+        else:
+            g_G = k // 32 + tl.arange(0, BK // 32)
+            listed = ok_N[:, None] & (g_G < C // 32)[None, :]
+            return tl.load(scales_at_N[:, None] + g_G[None, :], listed, 0)
+    else:
+        return 0
+
+
+@triton.jit
+def weight_tile(
+    at_N, scales, ok_N, k,
+    C: tl.constexpr, FORM: tl.constexpr, BK: tl.constexpr, OPERAND: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """[BN, BK] of rows that begin at the addresses at_N, from column k on, as operands.
+
+    Args:
+        scales: of `group_scales`.
+    """
     EVEN: tl.constexpr = C % BK == 0
-    if FORM == "fp4" or FORM == "folded":  # noqa: PLR1714 - not in kernels
+    if FORM == "fp4" or FORM == "folded":  # noqa: PLR1714 (kernels have no sets)
         g_G = tl.arange(0, BK // 32)
         j_J = tl.arange(0, 16)
         inside = ok_N[:, None, None]
-        listed = ok_N[:, None]
         if not EVEN:
-            listed = listed & (k + g_G * 32 < C)[None, :]
             inside = inside & (k + g_G * 32 < C)[None, :, None]
-        at_N = codes_ptr + expert * (N * C // 2) + n_N * (C // 2)
         at = at_N[:, None, None] + (k // 2 + g_G[None, :, None] * 16 + j_J[None, None, :])
         packed = tl.load(at, inside, 0)
-        scale_at = scales_ptr + expert * (N * C // 32) + n_N * (C // 32)
-        scales = tl.load(scale_at[:, None] + (k // 32 + g_G[None, :]), listed, 0)
+        if BK == 128 and EVEN:
+            scales = ((scales[:, None] >> (8 * g_G)[None, :]) & 0xFF).to(tl.uint8)
         if OPERAND == "fp8":
-            codes = unpacked_codes(packed, scales, ASM)
-            return as_operand(codes, True, False)
+            return as_operand(unpacked_codes(packed, scales, ASM), True, False)
         else:
             return unpacked_numbers(packed, scales, FORM == "folded", OPERAND == "bf16", ASM)
     else:
@@ -49,28 +68,11 @@ def weight_tile(
         inside = ok_N[:, None]
         if not EVEN:
             inside = inside & (k_K < C)[None, :]
-        at_N = codes_ptr + expert * (N * C) + n_N * C
         tile = tl.load(at_N[:, None] + k_K[None, :], inside, 0)
         if FORM == "fp8":
             return as_operand(tile, OPERAND == "fp8", OPERAND == "bf16")
         else:
             return tile.to(tl.float32) if OPERAND == "fp32" else tile
-
-
-@triton.jit
-def block_scale(
-    scales_ptr, expert, n0, n_N, ok_N, k,
-    N: tl.constexpr, C: tl.constexpr, BN: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
-):  # fmt: skip
-    """Scales of rows of weights at column k: one where they share it, else [BN]."""
-    ALONG: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
-    DOWN: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    at = scales_ptr + expert * (DOWN * ALONG) + k // BLOCK_C
-    if BLOCK_N % BN == 0:
-        return tl.load(at + n0 // BLOCK_N * ALONG)
-    else:
-        return tl.load(at + n_N // BLOCK_N * ALONG, ok_N, 0.0)
 
 
 @triton.jit
@@ -82,20 +84,13 @@ def product(x, w, acc, SWAP: tl.constexpr):
 
 
 @triton.jit
-def scaled(
-    partial, row_B, weight, ROWS: tl.constexpr, BLOCKS: tl.constexpr, ONE: tl.constexpr,
-    SWAP: tl.constexpr,
-):  # fmt: skip
-    """Sums of a group of columns times the scales of rows [BM] and of weights, one or [BN]."""
-    if BLOCKS:
-        if ONE:
-            if ROWS:
-                row_B = row_B * weight
-            else:
-                partial = partial * weight
-        else:
-            partial = partial * (weight[:, None] if SWAP else weight[None, :])
-    if ROWS:
+def scaled(partial, row_B, weight_N, ROWS: tl.constexpr, BLOCKS: tl.constexpr, SWAP: tl.constexpr):
+    """Sums over a group of columns times the scales of rows [BM] and of weights, one or [BN]."""
+    if BLOCKS == 1:
+        row_B = row_B * weight_N
+    elif BLOCKS == 2:
+        partial = partial * (weight_N[:, None] if SWAP else weight_N[None, :])
+    if ROWS or BLOCKS == 1:
         partial = partial * (row_B[None, :] if SWAP else row_B[:, None])
     return partial
 
@@ -115,9 +110,6 @@ def grouped_product(  # noqa: PLR0912, PLR0915 (formats tie all of it together)
     w_ptr,
     w_scales_ptr,
     w_factors_ptr,
-    v_ptr,
-    v_scales_ptr,
-    v_factors_ptr,
     slots_ptr,
     experts_ptr,
     shares_ptr,
@@ -151,19 +143,20 @@ def grouped_product(  # noqa: PLR0912, PLR0915 (formats tie all of it together)
     Args:
         x_ptr: rows of numbers or (ROWS_FP8) e4m3 codes; slot s has row s // PER.
         x_scales_ptr: [rows, C / GROUP].
-        w_ptr, w_scales_ptr, w_factors_ptr: a `Matrix`; v_ptr and so on: up, where w is the gate.
+        w_ptr, w_scales_ptr, w_factors_ptr: a `Matrix`; GATED: gate and below it up.
         slots_ptr, experts_ptr: an `Order`; not SORTED: tile n has slot n alone.
         shares_ptr: fp32, of each slot; down alone.
         y_ptr: [slots, N]; codes with their scales where INSIDE is "codes", numbers that were
             rounded to codes where it is "rounded".
     """
     program = tl.program_id(0)
-    ACROSS: tl.constexpr = (N + BN - 1) // BN
+    BF: tl.constexpr = BN // 2 if GATED else BN
+    ACROSS: tl.constexpr = (N + BF - 1) // BF
     band = program // (GM * ACROSS)
     height = tl.minimum(tiles - band * GM, GM)
     within = program - band * (GM * ACROSS)
     tile = band * GM + within % height
-    n0 = within // height * BN
+    n0 = within // height * BF
     expert = tl.load(experts_ptr + tile).to(tl.int64)
     if (expert < 0) | (expert >= E):
         return
@@ -172,74 +165,89 @@ def grouped_product(  # noqa: PLR0912, PLR0915 (formats tie all of it together)
     if SORTED:
         slot_B = tl.load(slots_ptr + tile * BM + b_B)
     row_B = tl.maximum(slot_B, 0) // PER
-    n_N = n0 + tl.arange(0, BN)
+    # Rows of weights: of gate and up, half of the tile each.
+    i_N = tl.arange(0, BN)
+    n_N = n0 + i_N % BF
     ok_N = n_N < N
-    if N % BN == 0:
+    if N % BF == 0:
         ok_N = tl.full([BN], True, tl.int1)
+    HEIGHT: tl.constexpr = 2 * N if GATED else N
+    row_N = i_N // BF * N + n_N
+    PACKED: tl.constexpr = FORM == "fp4" or FORM == "folded"  # noqa: PLR1714
+    WIDTH: tl.constexpr = C // 2 if PACKED else C
+    w_at_N = w_ptr + expert * (HEIGHT * WIDTH) + row_N * WIDTH
+    g_at_N = w_at_N
+    if PACKED:
+        g_at_N = w_scales_ptr + expert * (HEIGHT * C // 32) + row_N * (C // 32)
+    # Scales of blocks: 0 none, 1 one for all the tile, 2 one for each row.
+    BLOCKS: tl.constexpr = 0 if FORM != "fp8" else 2 if GATED or BLOCK_N % BN != 0 else 1
+    ALONG: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
+    DOWN: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    b_at = w_scales_ptr
+    if BLOCKS == 1:
+        b_at = w_scales_ptr + (expert * DOWN + n0 // BLOCK_N) * ALONG
+    elif BLOCKS == 2:
+        block_N = i_N // BF * DOWN + n_N // BLOCK_N
+        b_at = w_scales_ptr + expert * (HEIGHT // N * DOWN * ALONG) + block_N * ALONG
+    if ROWS_FP8 and OPERAND == "fp8":
+        x_ptr = x_ptr.to(tl.pointer_type(tl.float8e4nv))
     x_at = x_ptr + row_B.to(tl.int64)[:, None] * x_stride + tl.arange(0, BK)[None, :]
     s_at = x_scales_ptr
     if ROWS_FP8:
         s_at = x_scales_ptr + row_B.to(tl.int64) * (C // GROUP)
-    SCALED: tl.constexpr = ROWS_FP8 or FORM == "fp8"
-    BLOCKS: tl.constexpr = FORM == "fp8"
-    ONE: tl.constexpr = BLOCK_N % BN == 0
     acc = tl.zeros([BN, BM] if SWAP else [BM, BN], tl.float32)
-    acc_up = acc
+    scale_next = tl.load(s_at) if ROWS_FP8 else 0
+    group_next = group_scales(g_at_N, ok_N, 0, C, BK, FORM)
     for k in range(0, C, BK):
-        scale_B = 1.0
-        block = 1.0
-        block_up = 1.0
+        # Small numbers are read a step ahead, since they go straight to registers.
+        row_scale = scale_next
+        group_scale = group_next
+        ahead = tl.minimum(k + BK, C - BK)
+        if ROWS_FP8:
+            scale_next = tl.load(s_at + ahead // GROUP)
+        group_next = group_scales(g_at_N, ok_N, ahead, C, BK, FORM)
         if C % BK == 0:
             x = tl.load(x_at + k)
         else:
-            x = tl.load(x_at + k, (k + tl.arange(0, BK) < C)[None, :], 0)
-        if ROWS_FP8:
-            scale_B = tl.load(s_at + k // GROUP)
-            if E8M0:
-                scale_B = e8m0_to_float(scale_B)
-            x = as_operand(x, OPERAND == "fp8", OPERAND == "bf16")
-        elif OPERAND == "fp32":
-            x = x.to(tl.float32)
-        w = weight_tile(w_ptr, w_scales_ptr, expert, n_N, ok_N, k, N, C, FORM, BK, OPERAND, ASM)
-        if BLOCKS:
-            block = block_scale(w_scales_ptr, expert, n0, n_N, ok_N, k, N, C, BN, BLOCK_N, BLOCK_C)
-        if SCALED:
+            x = tl.load(x_at + k, (k + tl.arange(0, BK) < C)[None, :], 0.0)
+        if ROWS_FP8 and E8M0:
+            row_scale = e8m0_to_float(row_scale)
+        if OPERAND == "fp32":
+            x = e4m3_to_float(x, False) if ROWS_FP8 else x.to(tl.float32)
+        w = weight_tile(w_at_N, group_scale, ok_N, k, C, FORM, BK, OPERAND, ASM)
+        if ROWS_FP8 or BLOCKS:
+            block = 1.0
+            if BLOCKS == 1:
+                block = tl.load(b_at + k // BLOCK_C)
+            elif BLOCKS == 2:
+                block = tl.load(b_at + k // BLOCK_C, ok_N, 0.0)
+            if not ROWS_FP8:
+                row_scale = tl.full([BM], 1.0, tl.float32)
             partial = product(x, w, None, SWAP)
-            acc += scaled(partial, scale_B, block, ROWS_FP8, BLOCKS, ONE, SWAP)
+            acc += scaled(partial, row_scale, block, ROWS_FP8, BLOCKS, SWAP)
         else:
             acc = product(x, w, acc, SWAP)
-        if GATED:
-            v = weight_tile(v_ptr, v_scales_ptr, expert, n_N, ok_N, k, N, C, FORM, BK, OPERAND, ASM)
-            if BLOCKS:
-                block_up = block_scale(
-                    v_scales_ptr, expert, n0, n_N, ok_N, k, N, C, BN, BLOCK_N, BLOCK_C
-                )
-            if SCALED:
-                partial = product(x, v, None, SWAP)
-                acc_up += scaled(partial, scale_B, block_up, ROWS_FP8, BLOCKS, ONE, SWAP)
-            else:
-                acc_up = product(x, v, acc_up, SWAP)
     if SWAP:
         acc = tl.trans(acc)
-        acc_up = tl.trans(acc_up)
     if FORM == "folded":
-        acc *= tl.load(w_factors_ptr + expert * N + n_N, ok_N, 0.0)[None, :]
+        acc *= tl.load(w_factors_ptr + expert * HEIGHT + row_N, ok_N, 0.0)[None, :]
     if GATED:
-        if FORM == "folded":
-            acc_up *= tl.load(v_factors_ptr + expert * N + n_N, ok_N, 0.0)[None, :]
-        y = gated(acc, acc_up, limit)
+        gate, up = tl.split(tl.permute(tl.reshape(acc, (BM, 2, BF)), (0, 2, 1)))
+        y = gated(gate, up, limit)
     else:
         y = acc * tl.load(shares_ptr + slot_B, slot_B >= 0, 0.0)[:, None]
+    f_F = n0 + tl.arange(0, BF)
+    ok_F = f_F < N
     wide_B = slot_B.to(tl.int64)
-    ok = (slot_B >= 0)[:, None] & ok_N[None, :]
+    ok = (slot_B >= 0)[:, None] & ok_F[None, :]
     if INSIDE == "":
         y = rounded(y, y_ptr)
-        tl.store(y_ptr + wide_B[:, None] * N + n_N[None, :], y.to(y_ptr.dtype.element_ty), ok)
+        tl.store(y_ptr + wide_B[:, None] * N + f_F[None, :], y.to(y_ptr.dtype.element_ty), ok)
     else:
         # Activations are bf16 before they become codes.
         leave_codes(
             rounded_to_bf16(y), y_ptr, y_scales_ptr, wide_B, n0, slot_B >= 0,
-            N, BM, BN, GROUP, E8M0, INSIDE,
+            N, BM, BF, GROUP, E8M0, INSIDE,
         )  # fmt: skip
 
 

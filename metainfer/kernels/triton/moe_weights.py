@@ -48,37 +48,40 @@ class Matrix(NamedTuple):
 
 
 class Experts(NamedTuple):
-    """Gate, up and down of all experts."""
+    """Gate and below it up, and down, of all experts."""
 
-    gate: Matrix
-    up: Matrix
+    gate_up: Matrix
     down: Matrix
 
 
-def dense_matrix(dtype: str, weight: torch.Tensor) -> Matrix:
-    return Matrix("dense", weight.to(TORCH_DTYPES[dtype]).contiguous())
+def dense_matrix(dtype: str, *weights: tuple[torch.Tensor, ...]) -> Matrix:
+    """Of weights that lie one below the other, as the others here."""
+    return Matrix("dense", _stacked([weight.to(TORCH_DTYPES[dtype]) for (weight,) in weights]))
 
 
-def fp8_matrix(codes: torch.Tensor, scale: torch.Tensor) -> Matrix:
-    return Matrix("fp8", codes.contiguous().view(torch.uint8), scales_to_float(scale).contiguous())
+def fp8_matrix(*weights: tuple[torch.Tensor, ...]) -> Matrix:
+    codes = _stacked([codes.view(torch.uint8) for codes, _ in weights])
+    return Matrix("fp8", codes, _stacked([scales_to_float(scale) for _, scale in weights]))
 
 
-def fp4_matrix(packed: torch.Tensor, scale: torch.Tensor) -> Matrix:
-    return Matrix("fp4", repacked(packed), scale.contiguous())
+def fp4_matrix(*weights: tuple[torch.Tensor, ...]) -> Matrix:
+    codes = _stacked([repacked(packed) for packed, _ in weights])
+    return Matrix("fp4", codes, _stacked([scale for _, scale in weights]))
 
 
-def folded_matrices(
-    name: str, pairs: tuple[tuple[torch.Tensor, torch.Tensor], ...]
-) -> tuple[Matrix, ...]:
-    """Matrices that are multiplied alike: folded, or none of them where one cannot be."""
-    reasons = [cannot_fold(scale) for _, scale in pairs]
-    if any(reasons):
-        said = next(filter(None, reasons))
-        _log.info("%s of the experts is multiplied in bf16: %s", name, said)
-        return tuple(fp4_matrix(*pair) for pair in pairs)
-    return tuple(
-        Matrix("folded", repacked(packed), *folded(scale.contiguous())) for packed, scale in pairs
-    )
+def folded_matrix(name: str, *weights: tuple[torch.Tensor, ...]) -> Matrix:
+    """Folded, or as of `fp4_matrix` where that cannot be, which is said in the log."""
+    reasons = [reason for _, scale in weights if (reason := cannot_fold(scale))]
+    matrix = fp4_matrix(*weights)
+    if reasons:
+        _log.info("%s of experts is multiplied in bf16: %s", name, reasons[0])
+        return matrix
+    assert matrix.scales is not None
+    return Matrix("folded", matrix.codes, *folded(matrix.scales))
+
+
+def _stacked(parts: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0].contiguous()
 
 
 def cannot_fold(scale: torch.Tensor) -> str:
