@@ -116,7 +116,7 @@ def run(terminal: Terminal, options: VerifyOptions) -> int:
     on.registry.check_order(order)
     dtype = plan.compute_dtype.value if plan else "bfloat16"
     sizes = sizes_for(options, on.device)
-    checks = checks_for(options, sizes, ranks, dtype)
+    checks = checks_for(options, sizes, ranks, dtype, plan.activations.value if plan else "plain")
     where = Where(
         on.device,
         options.code_for,
@@ -177,7 +177,9 @@ def sizes_for(options: VerifyOptions, device: str) -> Sizes:
     )
 
 
-def checks_for(options: VerifyOptions, sizes: Sizes, ranks: int, dtype: str) -> list[Check]:
+def checks_for(
+    options: VerifyOptions, sizes: Sizes, ranks: int, dtype: str, activations: str = "plain"
+) -> list[Check]:
     """All checks at some sizes."""
     from metainfer.arch.families import read_attention
     from metainfer.kernels.inputs.load import LOADED
@@ -187,7 +189,7 @@ def checks_for(options: VerifyOptions, sizes: Sizes, ranks: int, dtype: str) -> 
     model = options.model or SHIPPED_MODEL
     uses = [
         (use.op, use.case, phase)
-        for use in uses_of(model, ranks, options.part or "", dtype)
+        for use in uses_of(model, ranks, options.part or "", dtype, activations)
         if use.op in LOADED
         for phase in use.phases
     ]

@@ -15,7 +15,11 @@ from metainfer.ops.uses_v4 import served_uses
 
 
 def uses_of(
-    path_or_name: str | Path, ranks: int, part: str = "", dtype: str = "bfloat16"
+    path_or_name: str | Path,
+    ranks: int,
+    part: str = "",
+    dtype: str = "bfloat16",
+    activations: str = "plain",
 ) -> tuple[Use, ...]:
     """Uses of one of `ranks` ranks of a model: those that its layers bind first, then other forms.
 
@@ -23,6 +27,7 @@ def uses_of(
         path_or_name: as `arch.families.read_attention` takes it.
         part: one of `PARTS`, or "" for all that is known of the model.
         dtype: of activations and of residual streams.
+        activations: as of `served_uses`.
 
     Raises:
         UserError, CheckpointError: there is no such model or part, or `ranks` does not divide it.
@@ -33,7 +38,10 @@ def uses_of(
     served: tuple[Use, ...] = ()
     if side.family not in ATTENTION_ONLY:
         arch = read_arch(path_or_name)
-        served = (*served_uses(arch, ranks, dtype, dtype), *sampling_uses(arch.vocab_size))
+        served = (
+            *served_uses(arch, ranks, dtype, dtype, activations),
+            *sampling_uses(arch.vocab_size),
+        )
     uses = merged(served, attention_uses(side, ranks, dtype))
     return tuple(use for use in uses if not part or use.part == part)
 

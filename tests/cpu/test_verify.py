@@ -124,6 +124,11 @@ def test_checks_follow_the_formats_and_the_layout_of_a_plan() -> None:
     assert {check.case.dtype for check in checks} == {"float32"}
     assert {check.load.rows for check in attention} == {1, 4}
 
+    options = VerifyOptions("deepseek-v4-flash", part="products", entries=(256,))
+    for activations, bound in (("plain", False), ("fp8", True)):
+        products = checks_for(options, sizes_for(options, "cpu"), 4, "bfloat16", activations)
+        assert ("linear.fp8_rows" in {check.op for check in products}) == bound
+
 
 def test_a_crash_or_a_hang_costs_its_own_piece_alone() -> None:
     found: dict[int, Any] = {}
