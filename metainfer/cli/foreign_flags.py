@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 _ONE_RANK = "this version runs one rank: leave it out"
-_NO_GRAPHS = "steps are not captured as graphs in this version: leave it out"
 _NO_OFFLOAD = "weights stay on one device in this version: leave it out"
 _NO_LORA = "adapters are not supported: merge them into the weights beforehand"
 _NO_SPECULATION = "speculative decoding is not in this version: leave it out"
@@ -22,9 +21,8 @@ FOREIGN_FLAGS: Mapping[str, str] = MappingProxyType(
         "--block-size": "the block size follows from the model's compression ratios: leave it out",
         "--chat-template": "the chat encoding follows from the model: leave it out",
         "--cpu-offload-gb": _NO_OFFLOAD,
-        "--cuda-graph-max-bs": _NO_GRAPHS,
+        "--cuda-graph-max-bs": "give the largest number of rows to --cuda-graph-sizes",
         "--data-parallel-size": "start one server per replica: leave it out",
-        "--disable-cuda-graph": _NO_GRAPHS,
         "--disable-log-requests": "a request is a line of the log that holds nothing it says:"
         " leave it out, or give --log-level warning",
         "--disable-radix-cache": _NO_PREFIX_CACHE,
@@ -34,7 +32,6 @@ FOREIGN_FLAGS: Mapping[str, str] = MappingProxyType(
         "--enable-expert-parallel": _ONE_RANK,
         "--enable-lora": _NO_LORA,
         "--enable-prefix-caching": _NO_PREFIX_CACHE,
-        "--enforce-eager": _NO_GRAPHS,
         "--ep-size": _ONE_RANK,
         "--generation-config": "defaults of sampling are read from the model's"
         " generation_config.json: leave it out",

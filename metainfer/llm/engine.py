@@ -30,9 +30,10 @@ from metainfer.kernels.builtin import builtin_registry
 from metainfer.kernels.registry import Kernel, Registry
 from metainfer.llm.admission import Limits
 from metainfer.llm.client import EngineStats
+from metainfer.llm.graphs import CudaGraphs
 from metainfer.llm.loop import Executor, Loop
 from metainfer.llm.request import Request
-from metainfer.llm.runner import Runner
+from metainfer.llm.runner import FixedShapes, Runner
 from metainfer.llm.scheduler import Scheduler
 from metainfer.llm.warmup import warm_up
 from metainfer.models.deepseek_v4 import DeepseekV4
@@ -275,6 +276,7 @@ def _make_runner(
         cache_dtype=getattr(torch, plan.cache_dtype.value),
         draft_rows=draft_rows,
         device=device,
+        spare=bool(plan.cuda_graph_sizes.value),
     )
     _log.debug(
         "weights %s, cache %s", format_bytes(model.weights_nbytes), format_bytes(cache.nbytes)
@@ -287,5 +289,16 @@ def _make_runner(
         num_slots=plan.max_num_seqs.value,
         max_blocks=blocks_for(plan.max_model_len.value),
         device=device,
+        fixed=_fixed_shapes(plan),
     )
     return model, runner
+
+
+def _fixed_shapes(plan: Plan) -> FixedShapes | None:
+    """Of decode steps; None where the plan has none."""
+    rows = plan.cuda_graph_sizes.value
+    if not rows:
+        return None
+    blocks = [blocks_for(tokens) for tokens in plan.cuda_graph_contexts.value]
+    graphs = CudaGraphs() if plan.cuda_graphs.value == "on" else None
+    return FixedShapes(rows, tuple(dict.fromkeys(blocks)), graphs)

@@ -26,7 +26,8 @@ _log = logging.getLogger(__name__)
 
 
 def warm_up(runner: Runner[Any], plan: Plan) -> None:
-    """Run a short prefill and, where they are cheap, the largest decode and the largest prefill.
+    """Run a short prefill and, where they are cheap, the largest decode and the largest prefill;
+    capture the graphs of decode steps.
 
     Raises what the model raises, running out of memory among it.
     """
@@ -36,6 +37,7 @@ def warm_up(runner: Runner[Any], plan: Plan) -> None:
     short = _step([_prefill(length=first, rows=first)], 0)
     _timed(runner, short)  # whatever is done once is done now
     first_s = _timed(runner, short)
+    runner.capture()
     if first_s * rows / first > _LONGEST_S:
         _log.info("no dry run: %d rows took %s", first, format_seconds(first_s))
         return

@@ -17,6 +17,7 @@ from metainfer.ops.base import Target
 from metainfer.ops.capabilities import Capabilities
 from metainfer.ops.kernel_order import COMPOSED, REFERENCE
 from metainfer.ops.uses_v4 import served_uses
+from metainfer.plan.graphs import graphs_switch
 from metainfer.plan.memory import Fixed, Sizes, fit_memory
 from metainfer.plan.plan import Origin, Plan, Value
 from metainfer.plan.settings import EngineSettings, Residency
@@ -81,6 +82,7 @@ def build_plan(
         "rows enough for large matrix products, few enough that others do not wait long",
     )
     draft_rows = Value(0, Origin.DEFAULT, "speculation is off")
+    cuda_graphs = graphs_switch(target.type, settings)
     fixed = Fixed(
         device_name=target.type,
         gpu=_gpu_index(machine, target),
@@ -89,6 +91,7 @@ def build_plan(
         residency=residency.value,
         batched_tokens=batched_tokens.value,
         draft_rows=draft_rows.value,
+        captures=cuda_graphs.value == "on",
     )
     sizes = fit_memory(machine, arch, settings, fixed)
     _refuse_more_than_there_is(machine, settings, fixed, sizes)
@@ -113,6 +116,10 @@ def build_plan(
         blocks_bytes=sizes.blocks_bytes,
         activation_bytes=sizes.activation_bytes,
         kernel_order=kernel_order,
+        cuda_graphs=cuda_graphs,
+        cuda_graph_sizes=sizes.graph_rows,
+        cuda_graph_contexts=sizes.graph_contexts,
+        graphs_bytes=sizes.graphs_bytes,
         threads=_threads(machine, settings, target),
     )
 
@@ -196,6 +203,7 @@ def _refuse_more_than_there_is(
     if fixed.device_name != "cpu" and not isinstance(machine.gpus, Unknown):
         total = machine.gpus[fixed.gpu].memory_bytes
     allocated = sizes.state_bytes.value + sizes.blocks_bytes.value + sizes.activation_bytes.value
+    allocated += sizes.graphs_bytes.value
     if settings.num_blocks_override is None or isinstance(total, Unknown) or allocated <= total:
         return
     raise UserError(

@@ -27,6 +27,8 @@ def explain(plan: Plan) -> str:
 def _shown(name: str, value: Any) -> str:
     if name.endswith("_bytes"):
         return format_bytes(value)
+    if isinstance(value, tuple):
+        return " ".join(map(str, value)) or "none"
     if isinstance(value, int):
         return format_count(value)
     return value or "default"

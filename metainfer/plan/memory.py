@@ -14,6 +14,7 @@ from metainfer.arch.record import Arch
 from metainfer.core.errors import UserError
 from metainfer.core.units import format_bytes, format_count
 from metainfer.hardware.machine import Machine, Unknown
+from metainfer.plan.graphs import graph_contexts, graph_rows, graphs_bytes
 from metainfer.plan.ledger import (
     GPU_WORKSPACE_BYTES,
     KERNEL_WORKSPACE_BYTES,
@@ -41,6 +42,7 @@ class Fixed:
     residency: str
     batched_tokens: int
     draft_rows: int
+    captures: bool  # decode steps are captured as graphs
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,9 @@ class Sizes:
     state_bytes: Value[int]
     blocks_bytes: Value[int]
     activation_bytes: Value[int]
+    graph_rows: Value[tuple[int, ...]]
+    graph_contexts: Value[tuple[int, ...]]
+    graphs_bytes: Value[int]
 
 
 def fit_memory(machine: Machine, arch: Arch, settings: EngineSettings, fixed: Fixed) -> Sizes:
@@ -62,6 +67,7 @@ def fit_memory(machine: Machine, arch: Arch, settings: EngineSettings, fixed: Fi
     fit = _Fit(arch, settings, fixed, _budget(machine, settings, fixed), weights)
     length, seqs = fit.length_and_seqs()
     blocks = fit.blocks(length.value, seqs.value)
+    rows, contexts = fit.graph_shapes(length.value, seqs.value)
     size = block_bytes(arch, fixed.cache_dtype)
     return Sizes(
         max_model_len=length,
@@ -87,7 +93,22 @@ def fit_memory(machine: Machine, arch: Arch, settings: EngineSettings, fixed: Fi
             Origin.MODEL,
             f"the most that a step of {format_count(fixed.batched_tokens)} rows holds at once",
         ),
+        graph_rows=rows,
+        graph_contexts=contexts,
+        graphs_bytes=Value(
+            fit.graphs(length.value, seqs.value),
+            Origin.MODEL,
+            _graphs_reason(len(rows.value) * len(contexts.value), fixed.captures),
+        ),
     )
+
+
+def _graphs_reason(shapes: int, captures: bool) -> str:
+    if not shapes:
+        return "decode steps take the shapes that they have"
+    if not captures:
+        return "a slot and a block to spare, and logits of steps of fixed shapes"
+    return f"{shapes} graphs and the memory that they share, a slot and a block to spare, logits"
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,10 +167,33 @@ class _Fit:
             KERNEL_WORKSPACE_BYTES if on_cpu else GPU_WORKSPACE_BYTES,
         )
 
+    def graph_shapes(
+        self, length: int, seqs: int
+    ) -> tuple[Value[tuple[int, ...]], Value[tuple[int, ...]]]:
+        """Rows and contexts of decode steps of fixed shapes."""
+        fixed = self.fixed
+        most = min(seqs * (1 + fixed.draft_rows), fixed.batched_tokens)
+        rows = graph_rows(fixed.device_name, self.settings, most)
+        return rows, graph_contexts(fixed.device_name, length)
+
+    def graphs(self, length: int, seqs: int) -> int:
+        fixed = self.fixed
+        rows, contexts = self.graph_shapes(length, seqs)
+        return graphs_bytes(
+            self.arch,
+            rows.value,
+            contexts.value,
+            captured=fixed.captures,
+            compute_dtype=fixed.compute_dtype,
+            cache_dtype=fixed.cache_dtype,
+            draft_rows=fixed.draft_rows,
+        )
+
     def needed(self, length: int, seqs: int) -> int:
         """Bytes for `seqs` sequences of which one may be `length` tokens long."""
         blocks = blocks_for(length) * block_bytes(self.arch, self.fixed.cache_dtype)
-        return self.weights + self.state(seqs) + self.activations(length, seqs) + blocks
+        steps = self.activations(length, seqs) + self.graphs(length, seqs)
+        return self.weights + self.state(seqs) + steps + blocks
 
     def fits(self, length: int, seqs: int) -> bool:
         return self.budget.bytes is None or self.needed(length, seqs) <= self.budget.bytes
@@ -225,7 +269,8 @@ class _Fit:
     def _refuse(self, length: int, seqs: int) -> None:
         needed = self.needed(length, seqs)
         state, work = self.state(seqs), self.activations(length, seqs)
-        cache = needed - self.weights - state - work
+        graphs = self.graphs(length, seqs)
+        cache = needed - self.weights - state - work - graphs
         hints = []
         if self.settings.max_model_len is not None and length > BLOCK_TOKENS:
             hints.append("a shorter --max-model-len")
@@ -234,10 +279,13 @@ class _Fit:
         if self.settings.max_num_batched_tokens is not None:
             hints.append("fewer --max-num-batched-tokens")
         hints.append("a larger --memory-utilization, or more memory")
+        graphs_text = f", graphs {format_bytes(graphs)}" if graphs else ""
+        if self.fixed.captures:
+            hints.insert(-1, "--enforce-eager")
         raise UserError(
             f"{self.arch.name} does not fit: {format_bytes(needed)} are needed for one sequence of"
             f" {format_count(length)} tokens (weights {format_bytes(self.weights)}, state"
             f" {format_bytes(state)}, cache {format_bytes(cache)}, activations"
-            f" {format_bytes(work)}), and there are {self.budget.text}",
+            f" {format_bytes(work)}{graphs_text}), and there are {self.budget.text}",
             hint="what helps: " + ", ".join(hints),
         )

@@ -57,6 +57,11 @@ class Plan:
         weights_residency: "quantised" (as stored) or "expanded" (unpacked once, without loss).
         weights_bytes, state_bytes, blocks_bytes, activation_bytes: the memory ledger.
         kernel_order: backends in order of preference, "op=backend,backend;op=..."; "" = default.
+        cuda_graphs: "on" or "off": whether decode steps are captured as graphs.
+        cuda_graph_sizes: rows of decode steps of fixed shapes, ascending; () where steps take the
+            shapes that they have.
+        cuda_graph_contexts: longest contexts of such steps in tokens, ascending.
+        graphs_bytes: of the memory ledger: what such steps take beside all that is above.
         threads: CPU threads of one step (0 on an accelerator).
     """
 
@@ -78,6 +83,10 @@ class Plan:
     blocks_bytes: Value[int]
     activation_bytes: Value[int]
     kernel_order: Value[str]
+    cuda_graphs: Value[str]
+    cuda_graph_sizes: Value[tuple[int, ...]]
+    cuda_graph_contexts: Value[tuple[int, ...]]
+    graphs_bytes: Value[int]
     threads: Value[int]
 
     def items(self) -> Iterator[tuple[str, Value[Any]]]:
@@ -107,7 +116,12 @@ class Plan:
                 raise UserError(f"{word} plan values: {', '.join(sorted(odd))}")
         return cls(
             **{
-                name: Value(v["value"], Origin(v["origin"]), v["reason"])
+                name: Value(_frozen(v["value"]), Origin(v["origin"]), v["reason"])
                 for name, v in values.items()
             }
         )
+
+
+def _frozen(value: Any) -> Any:
+    """Lists of JSON are tuples of a plan."""
+    return tuple(value) if isinstance(value, list) else value

@@ -137,6 +137,21 @@ class EngineSettings:
         " reference runs only where it is named, as in '*=triton,reference'",
         stability=Stability.EXPERIMENTAL,
     )
+    enforce_eager: bool = flag(
+        "--enforce-eager",
+        "Start the kernels of decode steps one by one instead of replaying CUDA graphs",
+        False,
+        aliases=("--disable-cuda-graph",),
+    )
+    cuda_graph_sizes: tuple[int, ...] = flag(
+        "--cuda-graph-sizes",
+        "Rows of the decode steps that are captured as CUDA graphs; a single number is the largest"
+        " of the usual sizes",
+        (),
+        aliases=("--cuda-graph-bs",),
+        unit="rows",
+        many=True,
+    )
     threads: int | None = flag("--threads", "CPU threads of one step", unit="n")
 
     def __post_init__(self) -> None:
@@ -156,6 +171,8 @@ class EngineSettings:
         _require_least("--max-queued-requests", self.max_queued_requests, 0)
         _require_least("--num-blocks", self.num_blocks_override, 1)
         _require_least("--threads", self.threads, 1)
+        for size in self.cuda_graph_sizes:
+            _require_least("--cuda-graph-sizes", size, 1)
         share = self.memory_utilization
         if share is not None and not 0.0 < share <= 1.0:
             raise UserError(f"--memory-utilization {share:g} is not above 0 and at most 1")

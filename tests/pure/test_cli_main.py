@@ -51,7 +51,7 @@ def test_help_of_a_group_lists_its_verbs() -> None:
         (["bench"], "metainfer bench needs one of: bench serve, bench model", ""),
         (["serve", "--prot", "1"], "metainfer serve has no flag --prot", "did you mean --port?"),
         (["serve", "--max_model_len=8"], "has no flag --max_model_len", "spelled --max-model-len"),
-        (["serve", "--enforce-eager"], "has no flag --enforce-eager", "leave it out"),
+        (["serve", "--swap-space", "4"], "has no flag --swap-space", "leave it out"),
         (["serve", "--ep-size", "2"], "has no flag --ep-size", "this version runs one rank"),
         (["version", "more"], "does not know what to do with 'more'", "--help shows what it takes"),
         (["serve", "--max-model-len"], "--max-model-len: expected one argument", "--help"),

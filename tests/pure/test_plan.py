@@ -21,6 +21,7 @@ from metainfer.ops.capabilities import Capabilities
 from metainfer.ops.catalogue import OPS
 from metainfer.plan.build import CPU, build_plan, choose_target
 from metainfer.plan.explain import explain
+from metainfer.plan.graphs import context_sizes, row_sizes
 from metainfer.plan.ledger import block_bytes, state_bytes, weights_bytes
 from metainfer.plan.plan import Origin, Plan
 from metainfer.plan.settings import EngineSettings
@@ -196,6 +197,46 @@ def test_a_cgroup_s_limit_is_what_counts():
     assert "does not fit" in refusal(make_machine(available=100 * GIB, limit=100 * GIB), FLASH)
 
 
+# ---- graphs ----
+
+
+def test_sizes_of_graphs_are_read_as_vllm_does():
+    assert row_sizes(64) == (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)
+    assert row_sizes(20) == (1, 2, 4, 8, 16, 20)
+    assert row_sizes(1) == (1,)
+    assert row_sizes(64, (16,)) == (1, 2, 4, 8, 16)
+    assert row_sizes(64, (12, 3, 3)) == (3, 12)
+    assert row_sizes(8, (4, 100)) == (4, 8)
+    assert context_sizes(300) == (300,)
+    assert context_sizes(8192) == (2048, 4096, 8192)
+    assert context_sizes(9000) == (2048, 4096, 8192, 9000)
+
+
+def test_graphs_are_planned_on_a_gpu_and_paid_for():
+    gpu, able = make_machine(gpus=(CARD,)), on(Target("cuda", (12, 0)))
+    made = plan(gpu, able=able, max_num_seqs=8)
+    assert made.cuda_graphs.value == "on"
+    assert made.cuda_graph_sizes.value == (1, 2, 4, 8)
+    assert made.cuda_graph_contexts.value == (2048, 4096)
+    assert Plan.from_json(made.to_json()) == made
+    eager = plan(gpu, able=able, max_num_seqs=8, enforce_eager=True)
+    assert eager.cuda_graphs.value == "off" and eager.cuda_graphs.origin is Origin.FLAG
+    assert eager.cuda_graph_sizes == made.cuda_graph_sizes, "the same shapes, the same bits"
+    assert 0 < eager.graphs_bytes.value < made.graphs_bytes.value
+    few = plan(gpu, able=able, max_num_seqs=8, cuda_graph_sizes=(3, 5))
+    assert few.cuda_graph_sizes.value == (3, 5)
+    assert few.graphs_bytes.value < made.graphs_bytes.value
+    total = sum(v.value for name, v in made.items() if name.endswith("_bytes"))
+    assert total <= 0.9 * CARD.free_bytes
+
+
+def test_a_cpu_has_no_graphs():
+    made = plan(enforce_eager=True)
+    assert (made.cuda_graphs.value, made.cuda_graph_sizes.value) == ("off", ())
+    assert made.graphs_bytes.value == 0
+    assert "a GPU's" in refusal(cuda_graph_sizes=(4,))
+
+
 # ---- refusals ----
 
 
@@ -219,6 +260,7 @@ def test_what_does_not_fit_says_how_much_and_what_to_change():
         ({"num_blocks_override": 9, "max_model_len": 2000}, "at least --num-blocks 16"),
         ({"num_blocks_override": 10**14}, "and there are 34.4 GB in all"),
         ({"num_blocks_override": 32, "max_num_seqs": 10**12}, "and there are 34.4 GB in all"),
+        ({"cuda_graph_sizes": (8,), "enforce_eager": True}, "contradict each other"),
         ({"threads": 10**11}, "--threads 100000000000 is more than the 16"),
     ],
 )

@@ -1,0 +1,116 @@
+"""Graphs: the fixed shapes of decode steps on a GPU, and what they take.
+
+A graph is captured for each pair of a number of rows and a longest context, so that short contexts
+and few sequences do not pay for what is possible at most.
+"""
+
+from __future__ import annotations
+
+from metainfer.arch.cache_kinds import BLOCK_TOKENS
+from metainfer.arch.record import Arch
+from metainfer.core.errors import UserError
+from metainfer.plan.ledger import activation_bytes, block_bytes, state_bytes
+from metainfer.plan.plan import Origin, Value
+from metainfer.plan.settings import EngineSettings
+
+_FIRST_CONTEXT = 2048
+"""Tokens of the shortest context: up to there, decoding reads little beside the weights."""
+
+_LAYER_BYTES = 96 * 2**10
+"""Of a graph, for each layer: about 25 kernels with their arguments. A bound, not a measurement;
+start-up logs what graphs took."""
+
+_WORKSPACE_BYTES = 512 * 2**20
+"""Scores of the indexer (256 MiB), partial results of split attention and products."""
+
+_LISTS = 4  # of entries, 8 bytes each, that the index of a step holds at a time
+
+
+def row_sizes(most: int, given: tuple[int, ...] = ()) -> tuple[int, ...]:
+    """Rows of captured steps, ascending, `most` at most.
+
+    Args:
+        given: as vLLM reads --cuda-graph-sizes: one number is the largest size of the usual list,
+            several are the list itself.
+    """
+    if len(given) > 1:
+        return tuple(sorted({min(size, most) for size in given}))
+    largest = min((most, *given))
+    usual = {1, 2, 4, *range(8, largest, 8), largest}
+    return tuple(sorted(size for size in usual if size <= largest))
+
+
+def context_sizes(max_model_len: int) -> tuple[int, ...]:
+    """Longest contexts of captured steps in tokens, ascending: powers of two, and the longest."""
+    sizes = []
+    size = _FIRST_CONTEXT
+    while size < max_model_len:
+        sizes.append(size)
+        size *= 2
+    return (*sizes, max_model_len)
+
+
+def graphs_switch(device_name: str, settings: EngineSettings) -> Value[str]:
+    """Whether decode steps are captured: "on" or "off".
+
+    Raises UserError for flags that contradict each other or the device.
+    """
+    if settings.cuda_graph_sizes and settings.enforce_eager:
+        raise UserError(
+            "--cuda-graph-sizes and --enforce-eager contradict each other",
+            hint="leave one of them out",
+        )
+    if device_name != "cuda":
+        if settings.cuda_graph_sizes:
+            raise UserError(
+                "--cuda-graph-sizes: graphs are a GPU's, and this runs on the CPU",
+                hint="leave it out",
+            )
+        return Value("off", Origin.DEFAULT, "a CPU has no graphs")
+    if settings.enforce_eager:
+        return Value("off", Origin.FLAG, "given with --enforce-eager")
+    return Value("on", Origin.DEFAULT, "starting its kernels one by one takes longer than a step")
+
+
+def graph_rows(device_name: str, settings: EngineSettings, most: int) -> Value[tuple[int, ...]]:
+    """Rows of decode steps of fixed shapes; none where steps take the shapes that they have."""
+    if device_name != "cuda":
+        return Value((), Origin.DEFAULT, "on a CPU a step has no more rows than it needs")
+    given = settings.cuda_graph_sizes
+    sizes = row_sizes(most, given)
+    if given:
+        return Value(sizes, Origin.FLAG, "given with --cuda-graph-sizes")
+    return Value(sizes, Origin.DEFAULT, "padding to the next costs less than a graph for each")
+
+
+def graph_contexts(device_name: str, max_model_len: int) -> Value[tuple[int, ...]]:
+    """Longest contexts of such steps, in tokens."""
+    if device_name != "cuda":
+        return Value((), Origin.DEFAULT, "on a CPU lists are as long as they need to be")
+    reason = "lists of entries are as long as the context, and at most twice what is needed"
+    return Value(context_sizes(max_model_len), Origin.MODEL, reason)
+
+
+def graphs_bytes(
+    arch: Arch,
+    rows: tuple[int, ...],
+    contexts: tuple[int, ...],
+    *,
+    captured: bool,
+    compute_dtype: str,
+    cache_dtype: str,
+    draft_rows: int,
+) -> int:
+    """What decode steps of fixed shapes take beside those of any shape: a spare slot and block,
+    logits, and the graphs with the memory that they share."""
+    if not rows:
+        return 0
+    most, longest = rows[-1], contexts[-1]
+    spare = state_bytes(arch, 1, cache_dtype, draft_rows) + block_bytes(arch, cache_dtype)
+    fixed = spare + most * arch.vocab_size * 4
+    if not captured:
+        return fixed
+    ratios = {layer.ratio for layer in arch.layers if layer.ratio}
+    lists = most * sum(longest // ratio for ratio in ratios) * 8 * _LISTS
+    step = activation_bytes(arch, most, most, BLOCK_TOKENS, compute_dtype, _WORKSPACE_BYTES)
+    return fixed + step + lists + len(rows) * len(contexts) * len(arch.layers) * _LAYER_BYTES
