@@ -211,10 +211,14 @@ class StepIndexer:
         )
         entry_E = torch.arange(num_entries + 1, device=self._device)
         entry_rows_TE = entry_rows_TE.masked_fill_(entry_E >= seen_T1, -1)
-        starts = inputs.computed
-        if all(end // ratio == start // ratio for start, end in zip(starts, ends, strict=False)):
+        closing = [
+            inputs.row_starts[sequence] + place
+            for sequence, (start, end) in enumerate(zip(inputs.computed, ends, strict=False))
+            for place in range(ratio - 1 - start % ratio, end - start, ratio)
+        ]
+        if not closing:
             return DecodeWindows(ring_rows_T, None, None, None, num_entries, entry_rows_TE)
-        closing_C = (seen_T1 * ratio == positions_T1 + 1).squeeze(1).nonzero().squeeze(1)
+        closing_C = self._sent(closing)
         positions_C1 = positions_T1.index_select(0, closing_C)
         window_C1 = positions_C1 // ratio
         return DecodeWindows(
@@ -329,6 +333,11 @@ class StepIndexer:
         """Ring rows of the positions first .. stop - 1; negative ones fall on rows of the slot
         as well."""
         return slot_1 * ring + torch.arange(first, stop, device=self._device) % ring
+
+    def _sent(self, numbers: list[int]) -> torch.Tensor:
+        """int64 on the device, which nobody waits for."""
+        on_gpu = self._device.type == "cuda"
+        return torch.tensor(numbers, pin_memory=on_gpu).to(self._device, non_blocking=True)
 
     def _entry_rows(self, table_BM: torch.Tensor, ratio: int, num_entries: int) -> torch.Tensor:
         """Cache rows of the entries 0 .. E - 1 of each block table, then a column of -1."""
