@@ -57,6 +57,15 @@ def check_request(request: Request, limits: Limits) -> None:
                 code="invalid_value",
             )
         _check_tokens("allowed_token_ids", sampling.allowed_token_ids, limits.vocab_size)
+        ends = {*limits.eos_token_ids, *sampling.stop_token_ids}
+        if sampling.min_tokens > 0 and ends.issuperset(sampling.allowed_token_ids):
+            raise RequestError(
+                "allowed_token_ids holds only tokens that end the output, and min_tokens"
+                f" {sampling.min_tokens} forbids these at first: no token could be generated",
+                param="allowed_token_ids",
+                code="invalid_value",
+                hint="allow another token, or leave out min_tokens",
+            )
     # The last token is never computed: nothing follows it.
     total = max_total_tokens(request, limits)
     needed = blocks_for(max(total - 1, prompt))

@@ -34,6 +34,7 @@ from metainfer.llm.graphs import CudaGraphs
 from metainfer.llm.loop import Executor, Loop
 from metainfer.llm.request import Request
 from metainfer.llm.runner import FixedShapes, Runner
+from metainfer.llm.sample import Sampler
 from metainfer.llm.scheduler import Scheduler
 from metainfer.llm.warmup import warm_up
 from metainfer.models.deepseek_v4 import DeepseekV4
@@ -58,7 +59,7 @@ class Engine:
 
     Attributes:
         machine, arch, plan: what it runs on, what it runs, and how.
-        kernels: every op that a layer bound, with its backend.
+        kernels: every op that a layer or the sampler bound, with its backend.
         limits: what a request must keep to.
     """
 
@@ -116,7 +117,7 @@ class Engine:
         with _open_weights(directory, arch, settings, plan, on_progress) as checkpoint:
             if checkpoint.unused:
                 _log.info("%d tensors of drafting blocks are not used", len(checkpoint.unused))
-            model, runner = _in_a_thread(
+            kernels, runner = _in_a_thread(
                 lambda: _make_runner(arch, plan, checkpoint, registry, capabilities.target)
             )
         _in_a_thread(lambda: warm_up(runner, plan))
@@ -126,7 +127,7 @@ class Engine:
             arch,
             plan,
             runner,
-            kernels=model.kernels,
+            kernels=kernels,
             check_every_step=check_every_step,
         )
 
@@ -252,8 +253,8 @@ def _open_weights(
 
 def _make_runner(
     arch: Arch, plan: Plan, checkpoint: Checkpoint, registry: Registry, target: Target
-) -> tuple[DeepseekV4, Runner[CacheStorage]]:
-    """Model and cache in memory, and who runs them."""
+) -> tuple[tuple[Kernel, ...], Runner[CacheStorage]]:
+    """What was bound, and who runs the model, which is in memory with its cache."""
     device = torch.device(plan.device.value)
     draft_rows = plan.draft_rows.value
     model = DeepseekV4(
@@ -281,9 +282,18 @@ def _make_runner(
     _log.debug(
         "weights %s, cache %s", format_bytes(model.weights_nbytes), format_bytes(cache.nbytes)
     )
+    sampler = Sampler(
+        registry,
+        target,
+        arch.vocab_size,
+        device,
+        num_slots=plan.max_num_seqs.value,
+        kernel_order=plan.kernel_order.value,
+    )
     runner = Runner(
         model,
         cache,
+        sampler=sampler,
         vocab_size=arch.vocab_size,
         eos_token_ids=arch.eos_token_ids,
         num_slots=plan.max_num_seqs.value,
@@ -291,7 +301,7 @@ def _make_runner(
         device=device,
         fixed=_fixed_shapes(plan),
     )
-    return model, runner
+    return (*model.kernels, *sampler.kernels), runner
 
 
 def _fixed_shapes(plan: Plan) -> FixedShapes | None:

@@ -13,7 +13,7 @@ import torch
 
 from metainfer.llm.batch import BatchBuilder
 from metainfer.llm.graphs import DecodeSteps, Graphs
-from metainfer.llm.sample import Draw, Row, SequenceSampling, sample, token_logprobs
+from metainfer.llm.sample import Draw, Row, Sampler, SequenceSampling
 from metainfer.llm.step import SequenceOutput, SequenceStep, Step, StepOutput
 from metainfer.nn.inputs import DecodeInputs, StepInputs
 from metainfer.plan.ledger import PROMPT_LOGITS_BYTES
@@ -65,6 +65,7 @@ class Runner(Generic[C]):
         model: Model[C],
         cache: C,
         *,
+        sampler: Sampler,
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
         num_slots: int,
@@ -74,6 +75,7 @@ class Runner(Generic[C]):
     ) -> None:
         self._model = model
         self._cache = cache
+        self._sampler = sampler
         self._eos_token_ids = eos_token_ids
         self._batch = BatchBuilder(num_slots, max_blocks, device)
         self._slice_rows = max(1, PROMPT_LOGITS_BYTES // (4 * vocab_size))
@@ -162,11 +164,12 @@ class Runner(Generic[C]):
                 self._states[part.request_id],
                 part.start + len(part.token_ids) - part.sample_rows + i + 1,
                 part.token_ids[len(part.token_ids) - part.sample_rows + 1 :][:i],
+                part.state_slot,
             )
             for part in step.sequences
             for i in range(part.sample_rows)
         ]
-        return [] if logits_RV is None or not rows else sample(logits_RV, rows)
+        return [] if not rows or logits_RV is None else self._sampler.launch(logits_RV, rows).wait()
 
     def _output(
         self, part: SequenceStep, draws: list[Draw], streams_NSD: torch.Tensor | None
@@ -200,8 +203,9 @@ class Runner(Generic[C]):
             logits_NV = self._model.logits(streams_NSD[begin - part.start : stop - part.start])
             if not bool(torch.isfinite(logits_NV.sum())):
                 return "the model's logits for this prompt are not finite numbers"
-            targets = torch.tensor(prompt[begin + 1 : stop + 1], device=logits_NV.device)
-            state.prompt_logprobs += token_logprobs(logits_NV, targets, [wanted] * (stop - begin))
+            targets = prompt[begin + 1 : stop + 1]
+            tops = [wanted] * (stop - begin)
+            state.prompt_logprobs += self._sampler.token_logprobs(logits_NV, targets, tops)
         return None
 
 

@@ -11,6 +11,9 @@ from enum import StrEnum
 from metainfer.core.events import TokenLogprob
 from metainfer.llm.request import Request
 
+IN_FLIGHT = -2
+"""Stands for a token that an earlier step draws, whose result the host does not have yet."""
+
 
 class StepKind(StrEnum):
     PREFILL = "prefill"
@@ -26,7 +29,7 @@ class SequenceStep:
         state_slot: block of the SEQUENCE-scope cache kinds.
         blocks: block table of the TOKENS-scope cache kinds.
         start: tokens already in the cache; the rows computed are start .. start + len(token_ids).
-        token_ids: the tokens of these rows.
+        token_ids: the tokens of these rows; the first may be IN_FLIGHT.
         sample_rows: how many of the last rows need logits for sampling: 0 in the middle of a
             prompt, 1 as a rule, more when drafted tokens are verified.
         prompt_logprobs: logits of all rows are wanted, for log-probabilities of the prompt.

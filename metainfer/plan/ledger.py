@@ -123,8 +123,8 @@ def _experts_bytes(arch: Arch, rows: int, size: int) -> int:
 
 
 def _logits_bytes(arch: Arch, rows: int) -> int:
-    """Logits of sampled rows with what sampling makes of them (a changed copy, probabilities, the
-    kept ones, a padded copy), or a slice of prompt rows with its log-probabilities."""
+    """Logits of sampled rows with what sampling makes of them (a changed copy, scaled ones, weights
+    of 8 bytes), or a slice of prompt rows with its log-probabilities."""
     sampled = 5 * rows * arch.vocab_size * 4
     return max(sampled, 2 * max(PROMPT_LOGITS_BYTES, arch.vocab_size * 4))
 

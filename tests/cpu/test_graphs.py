@@ -17,6 +17,7 @@ from metainfer.llm.runner import FixedShapes, Runner
 from metainfer.llm.step import SequenceOutput, SequenceStep, Step, StepKind
 from metainfer.nn.cache import CacheStorage
 from tests.fakes.random_models import HARD, RandomModel, random_model
+from tests.fakes.samplers import cpu_sampler
 from tests.fakes.steps import CPU, load_model
 from tests.fakes.tape import TapeGraphs
 from tests.fakes.trimmed import trimming_registry
@@ -66,6 +67,7 @@ class Bench:
         self.runner = Runner(
             model,
             cache,
+            sampler=cpu_sampler(arch.vocab_size, SLOTS),
             vocab_size=arch.vocab_size,
             eos_token_ids=arch.eos_token_ids,
             num_slots=SLOTS,

@@ -18,6 +18,7 @@ from metainfer.llm.loop import FAILURES_IN_A_ROW, Loop
 from metainfer.llm.request import Request, SamplingParams
 from metainfer.llm.runner import Runner
 from metainfer.llm.scheduler import Scheduler
+from tests.fakes.samplers import cpu_sampler
 from tests.fakes.toy_model import BREAK, POISON, ToyCache, ToyModel
 
 VOCAB, EOS = 60, 1
@@ -36,6 +37,7 @@ def make_runner(limits: Limits = LIMITS) -> Runner:
     return Runner(
         ToyModel(VOCAB),
         ToyCache(limits.max_num_seqs, limits.num_blocks),
+        sampler=cpu_sampler(VOCAB, limits.max_num_seqs),
         vocab_size=VOCAB,
         eos_token_ids=(EOS,),
         num_slots=limits.max_num_seqs,

@@ -8,6 +8,7 @@ import torch
 from metainfer.llm.request import Request, SamplingParams
 from metainfer.llm.runner import Runner
 from metainfer.llm.step import SequenceOutput, SequenceStep, Step, StepKind
+from tests.fakes.samplers import cpu_sampler
 from tests.fakes.toy_model import BREAK, POISON, ToyCache, ToyModel
 
 VOCAB, EOS = 60, 1
@@ -22,6 +23,7 @@ class Bench:
         self.runner = Runner(
             self.model,
             self.cache,
+            sampler=cpu_sampler(VOCAB, slots),
             vocab_size=VOCAB,
             eos_token_ids=(EOS,),
             num_slots=slots,

@@ -6,17 +6,20 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from metainfer.core.errors import RequestError
 from metainfer.core.events import TokenLogprob
 from metainfer.llm.request import Request, SamplingParams
-from metainfer.llm.sample import Draw, Row, SequenceSampling, sample, token_logprobs
-from metainfer.llm.truncate import keep_likeliest
+from metainfer.llm.sample import Draw, Row, SequenceSampling
+from metainfer.llm.step import IN_FLIGHT
+from tests.fakes.samplers import cpu_sampler
 
 VOCAB = 100
 EOS = 9
+
+
+def sample(logits_RV: torch.Tensor, rows: list[Row]) -> list[Draw]:
+    return cpu_sampler(logits_RV.shape[1]).launch(logits_RV, rows).wait()
 
 
 def state(prompt=(1, 2, 3), output=(), **params) -> SequenceSampling:
@@ -96,6 +99,24 @@ def test_penalties_follow_their_formulas():
     assert {1, 2, 3, 5, 8} <= winners
 
 
+def test_a_token_that_is_only_on_the_device_counts_like_any_other():
+    """The last one drawn of the row's slot, by a step whose results nobody has read."""
+    sampler = cpu_sampler(VOCAB, num_slots=3)
+    logits = some_logits(3)
+    waiting = [row(temperature=0.0)._replace(slot=slot) for slot in (2, 0, 1)]
+    drawn = [draw.token_id for draw in sampler.launch(logits, waiting).wait()]
+    assert sampler.last_tokens_S.tolist() == [drawn[1], drawn[2], drawn[0]]
+    params = {"temperature": 0.0, "frequency_penalty": 2.0, "repetition_penalty": 1.5}
+    again = some_logits(3, seed=1)
+    for i, token in enumerate(drawn):
+        again[i, [token, (token + 1) % VOCAB]] = torch.tensor([20.0, 19.0])
+    unread = [row(drafts=(IN_FLIGHT,), **params)._replace(slot=slot) for slot in (2, 0, 1)]
+    read = [row(output=(token,), **params) for token in drawn]
+    found = [draw.token_id for draw in sampler.launch(again, unread).wait()]
+    assert found == [draw.token_id for draw in sample(again, read)]
+    assert found == [(token + 1) % VOCAB for token in drawn]
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_least_repetition_penalty_leaves_numbers(temperature):
     logits = some_logits(1)
@@ -143,7 +164,7 @@ def test_logprobs_are_of_the_raw_distribution():
 
 def test_token_logprobs_cut_each_row_at_its_own_number():
     logits = some_logits(2)
-    one, other = token_logprobs(logits, torch.tensor([4, 5]), [2, 0])
+    one, other = cpu_sampler(VOCAB).token_logprobs(logits, [4, 5], [2, 0])
     assert isinstance(one, TokenLogprob) and len(one.top) == 2 and other.top == ()
     assert other.logprob == pytest.approx(float(logits[1].log_softmax(-1)[5]), abs=1e-5)
 
@@ -159,49 +180,6 @@ def test_logits_that_are_not_finite_fail_their_row_alone(poison, temperature):
     draws = sample(bad, rows)
     assert draws[1].error is not None and "not finite" in draws[1].error
     assert [draws[0], draws[2]] == [good[0], good[2]]
-
-
-# ---- top_k, top_p, min_p ----
-
-
-def plain_keep(p_V: torch.Tensor, k: int, share: float) -> set[int]:
-    """The rule, one token at a time; the double sum may land on either side of the share."""
-    ids = sorted(range(len(p_V)), key=lambda i: (-float(p_V[i]), i))
-    ids = ids[:k] if k > 0 else ids
-    target = share * sum(float(p_V[i]) for i in ids)
-    kept: set[int] = set()
-    total = 0.0
-    for i in ids:
-        if share < 1.0 and total >= target - 1e-9 and kept:
-            break
-        kept.add(i)
-        total += float(p_V[i])
-    return {i for i in kept if p_V[i] > 0}
-
-
-@settings(deadline=None, max_examples=60)
-@given(
-    seed=st.integers(0, 10_000),
-    vocab=st.sampled_from([3, 70, 600]),
-    scale=st.sampled_from([0.0, 0.5, 3.0]),
-    rules=st.lists(
-        st.tuples(st.integers(-1, 90), st.sampled_from([1.0, 0.999, 0.9, 0.5, 0.01])),
-        min_size=1,
-        max_size=4,
-    ),
-)
-def test_keep_likeliest_is_the_plain_rule(seed, vocab, scale, rules):
-    generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(len(rules), vocab, generator=generator) * scale
-    # Sixteenths are summed exactly, and there are many ties.
-    p = (logits.softmax(-1) * 2**20).round() / 2**20
-    kept = keep_likeliest(p.clone(), [k for k, _ in rules], [s for _, s in rules])
-    for n, (k, share) in enumerate(rules):
-        found = {i for i in range(vocab) if kept[n, i] > 0}
-        wanted = plain_keep(p[n], k, share)
-        assert torch.equal(kept[n][list(found)], p[n][list(found)])
-        # One token more or less where the sum meets the share within rounding.
-        assert len(found ^ wanted) <= (1 if share < 1.0 else 0)
 
 
 def test_min_p_drops_what_is_small_against_the_best():
@@ -275,6 +253,16 @@ def test_seed_and_position_decide():
     assert len({token(5, p) for p in range(20)}) > 15
     assert len({token(s, 10) for s in range(20)}) > 15
     assert len({token(None, 10) for _ in range(20)}) > 15
+
+
+@pytest.mark.parametrize("params", [{}, {"top_p": 0.9}, {"top_k": 7, "min_p": 0.02}])
+def test_the_reference_draws_the_same_tokens(params):
+    """The fast way on the CPU and the plain one agree on luck and on what is kept."""
+    logits = some_logits(40, 700)
+    rows = [row(temperature=0.5 + i / 20, seed=i, **params) for i in range(40)]
+    plain = cpu_sampler(700, kernel_order="*=reference").launch(logits, rows).wait()
+    assert plain == sample(logits, rows)
+    assert len({draw.token_id for draw in plain}) > 10
 
 
 def test_draw_is_plain_data():

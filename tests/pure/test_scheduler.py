@@ -244,6 +244,11 @@ def test_output_is_clamped_to_the_context():
         (request("r", 3, logit_bias={77: 1.0}), "invalid_token_id", "logit_bias"),
         (request("r", 3, allowed_token_ids=(51,)), "invalid_token_id", "allowed_token_ids"),
         (request("r", 3, allowed_token_ids=()), "invalid_value", "allowed_token_ids"),
+        (
+            request("r", 3, allowed_token_ids=(EOS, 7), min_tokens=1, stop_token_ids=(7,)),
+            "invalid_value",
+            "allowed_token_ids",
+        ),
     ],
 )
 def test_what_can_never_be_served_is_refused(bad, code, words):
