@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-WHOLE_MODELS = ("test_engine_gpu.py",)
+WHOLE_MODELS = ("test_engine_gpu.py", "test_graphs.py")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
