@@ -28,6 +28,8 @@ class EngineStats:
     num_aborted: int
     num_errors: int
     alive: bool
+    kernels_compiled: int = 0  # while requests were served, which held them up
+    decodes_without_graph: int = 0  # decode steps that should have had one
 
 
 class EngineClient(Protocol):

@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -27,6 +28,7 @@ from metainfer.core.units import format_bytes, format_seconds
 from metainfer.hardware.machine import Machine
 from metainfer.hardware.probe import probe
 from metainfer.kernels.builtin import builtin_registry
+from metainfer.kernels.gpu.compilations import Compilations
 from metainfer.kernels.registry import Kernel, Registry
 from metainfer.llm.admission import Limits
 from metainfer.llm.client import EngineStats
@@ -46,6 +48,9 @@ from metainfer.plan.settings import EngineSettings, LoadFormat
 from metainfer.weights.dummy import DummyCheckpoint
 from metainfer.weights.load import Checkpoint, LoadProgress
 
+if TYPE_CHECKING:
+    from metainfer.kernels.triton.launch import Launcher
+
 _log = logging.getLogger(__name__)
 _Made = TypeVar("_Made")
 
@@ -55,6 +60,7 @@ class Engine:
 
     Args:
         executor: runs the steps, in the engine thread alone.
+        observed: values of `EngineStats` that are not the scheduler's, by name.
         check_every_step: for tests: the scheduler's books are checked after every step.
 
     Attributes:
@@ -71,6 +77,7 @@ class Engine:
         executor: Executor,
         *,
         kernels: Sequence[Kernel] = (),
+        observed: Callable[[], Mapping[str, Any]] = dict,
         check_every_step: bool = False,
     ) -> None:
         self.machine = machine
@@ -78,6 +85,7 @@ class Engine:
         self.plan = plan
         self.kernels = tuple(kernels)
         self.limits = limits_of(arch, plan)
+        self._observed = observed
         self._loop = Loop(Scheduler(self.limits), executor, check_every_step=check_every_step)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -108,7 +116,8 @@ class Engine:
         settings = settings or EngineSettings()
         directory = model_source(directory, settings)
         arch = read_arch(directory, settings.hf_overrides)
-        machine, registry = probe(), builtin_registry()
+        compilations = Compilations()
+        machine, registry = probe(), builtin_registry(_launcher(compilations))
         capabilities = choose_target(machine, arch, settings, registry.capabilities)
         plan = build_plan(machine, arch, settings, capabilities)
         if on_plan is not None:
@@ -121,6 +130,7 @@ class Engine:
                 lambda: _make_runner(arch, plan, checkpoint, registry, capabilities.target)
             )
         _in_a_thread(lambda: warm_up(runner, plan))
+        compilations.begin_service()
         _log.info("%s is ready after %s", arch.name, format_seconds(time.perf_counter() - began_s))
         return cls(
             machine,
@@ -128,6 +138,10 @@ class Engine:
             plan,
             runner,
             kernels=kernels,
+            observed=lambda: {
+                "kernels_compiled": compilations.in_service,
+                "decodes_without_graph": runner.decodes_without_graph,
+            },
             check_every_step=check_every_step,
         )
 
@@ -143,7 +157,7 @@ class Engine:
         return self._loop.events(timeout_s)
 
     def stats(self) -> EngineStats:
-        return self._loop.stats()
+        return replace(self._loop.stats(), **self._observed())
 
     # ---- the end ----
 
@@ -237,6 +251,16 @@ def _in_a_thread(work: Callable[[], _Made]) -> _Made:
     thread.start()
     thread.join()  # Ctrl-C ends the wait; the thread ends with the process
     return done.result()
+
+
+def _launcher(compilations: Compilations) -> Launcher | None:
+    """What starts kernels on this machine's GPU; None without one."""
+    if not torch.cuda.is_available():
+        return None
+    # Triton takes a while to import, and needs not be installed where there is no GPU.
+    from metainfer.kernels.triton.launch import JitLauncher
+
+    return JitLauncher(compilations=compilations)
 
 
 def _open_weights(

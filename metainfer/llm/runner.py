@@ -119,6 +119,11 @@ class Runner(Generic[C]):
         if self.decode_steps is not None:
             self.decode_steps.capture()
 
+    @property
+    def decodes_without_graph(self) -> int:
+        """Decode steps so far whose graph is missing."""
+        return 0 if self.decode_steps is None else self.decode_steps.num_missed
+
     def dry_run(self, step: Step) -> None:
         """Execute a step that belongs to nobody, before the first request. All its sequences must
         be admitted by it."""

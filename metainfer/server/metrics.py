@@ -55,6 +55,12 @@ METRICS: tuple[MetricRecord, ...] = (
     MetricRecord("engine_alive", "gauge", "1 while the engine answers", "1 or 0"),
     MetricRecord("num_preemptions", "counter", "Requests set back for want of room", "requests"),
     MetricRecord("engine_steps", "counter", "Forward passes", "steps"),
+    MetricRecord(
+        "kernels_compiled", "counter", "Kernels compiled while requests were served", "kernels"
+    ),
+    MetricRecord(
+        "decodes_without_graph", "counter", "Decode steps whose CUDA graph is missing", "steps"
+    ),
     MetricRecord("prompt_tokens", "counter", "Prompt tokens computed", "tokens"),
     MetricRecord("generation_tokens", "counter", "Tokens generated", "tokens"),
     MetricRecord(
@@ -99,6 +105,8 @@ _FROM_STATS: dict[str, Callable[[EngineStats], float]] = {
     "engine_alive": lambda stats: stats.alive,
     "num_preemptions": lambda stats: stats.num_preemptions,
     "engine_steps": lambda stats: stats.num_steps,
+    "kernels_compiled": lambda stats: stats.kernels_compiled,
+    "decodes_without_graph": lambda stats: stats.decodes_without_graph,
     "prompt_tokens": lambda stats: stats.prompt_tokens,
     "generation_tokens": lambda stats: stats.generation_tokens,
 }

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from metainfer.kernels.gpu.compilations import Compilations
 from metainfer.kernels.gpu.driver import Driver
 from metainfer.kernels.gpu.program import CudaUnit
 
@@ -16,8 +17,11 @@ class Programs:
     """Compiles for `capability`, starts on torch's current device and stream. The first start of a
     unit compiles and loads it, which a CUDA graph cannot capture; later ones can be captured."""
 
-    def __init__(self, capability: tuple[int, int]) -> None:
+    def __init__(
+        self, capability: tuple[int, int], compilations: Compilations | None = None
+    ) -> None:
         self._capability = capability
+        self._compilations = compilations or Compilations()
         self._driver: Driver | None = None
         self._functions: dict[tuple[int, CudaUnit], int] = {}
 
@@ -33,6 +37,7 @@ class Programs:
             function = self._driver.load(code, unit.name)
             self._driver.allow_shared(function, unit.shared_bytes)
             self._functions[key] = function
+            self._compilations.note(unit.name)
         self._driver.launch(
             self._functions[key],
             grid,

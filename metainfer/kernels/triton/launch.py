@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 import triton
 
+from metainfer.kernels.gpu.compilations import Compilations
 from metainfer.kernels.gpu.program import CudaKernel, unit_of
 from metainfer.kernels.gpu.run import Programs
 
@@ -91,9 +92,16 @@ class JitLauncher:
     process was started with TRITON_INTERPRET=1 (then on tensors of the CPU)."""
 
     def __init__(
-        self, capability: tuple[int, int] | None = None, multiprocessors: int | None = None
+        self,
+        capability: tuple[int, int] | None = None,
+        multiprocessors: int | None = None,
+        compilations: Compilations | None = None,
     ) -> None:
-        """The current CUDA device's numbers where none are given."""
+        """The current CUDA device's numbers where none are given.
+
+        Args:
+            compilations: told of every kernel that is started for the first time.
+        """
         self.interpreted = bool(triton.knobs.runtime.interpret)
         if capability is None or multiprocessors is None:
             device = torch.cuda.get_device_properties()
@@ -101,7 +109,9 @@ class JitLauncher:
             multiprocessors = multiprocessors or device.multi_processor_count
         self.capability = capability
         self.multiprocessors = multiprocessors
-        self._programs = Programs(capability)
+        self._compilations = compilations or Compilations()
+        self._programs = Programs(capability, self._compilations)
+        self._started: set[int] = set()  # ids of compiled kernels, which Triton keeps
 
     def __call__(
         self,
@@ -112,8 +122,12 @@ class JitLauncher:
         num_stages: int = 1,
         **constants: Any,
     ) -> None:
-        if 0 not in grid:
-            kernel[grid](*arguments, num_warps=num_warps, num_stages=num_stages, **constants)
+        if 0 in grid:
+            return
+        started = kernel[grid](*arguments, num_warps=num_warps, num_stages=num_stages, **constants)
+        if started is not None and id(started) not in self._started:
+            self._started.add(id(started))
+            self._compilations.note(kernel.__name__)
 
     def cuda(
         self,
