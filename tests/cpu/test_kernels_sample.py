@@ -88,12 +88,11 @@ def test_what_is_kept_follows_the_plain_rule(seed, vocab, scale, rules) -> None:
     generator = torch.Generator().manual_seed(seed)
     x = (torch.randn(len(rules), vocab, generator=generator) * scale * 8).round() / 8  # many ties
     settings_R3 = torch.tensor([[1.0, share, -math.inf] for _, share in rules])
-    numbers_R3 = torch.tensor([[k, 0, 0] for k, _ in rules])
+    numbers_R3 = torch.tensor([[max(k, 0), 0, 0] for k, _ in rules])
     w = plain.weights(plain.scaled(x, settings_R3))
     kept = plain._kept(x, plain.scaled(x, settings_R3), w, settings_R3, numbers_R3)
-    limits = [[k if 0 < k < vocab else vocab] for k, _ in rules]
-    most = max((k for (k,) in limits if k < vocab), default=0)
-    cut = fast._keep_likeliest(x, w, torch.tensor(limits), settings_R3[:, 1:2], most)
+    cut = w.clone()
+    fast._keep_likeliest(x, cut, numbers_R3[:, 0], settings_R3[:, 1])
     for n, (k, share) in enumerate(rules):
         wanted = plain_keep(x[n], w[n], k, share)
         assert {i for i in range(vocab) if kept[n, i] and w[n, i] > 0} == wanted

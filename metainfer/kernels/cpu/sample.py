@@ -5,11 +5,13 @@ Shape suffixes: R rows, N random rows, V tokens, K candidates.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from metainfer.kernels.cpu.backend import cpu_backend
-from metainfer.kernels.reference.sample import race, row_errors, scaled, share_of, weights
-from metainfer.ops.sample import SampleCase
+from metainfer.kernels.reference.clocks import times_of, words_of
+from metainfer.kernels.reference.sample import heats, row_errors, share_of
+from metainfer.ops.sample import WEIGHT_BITS, SampleCase
 
 _FIRST_CANDIDATES = 64
 """top_p looks at so many of the likeliest tokens first; they hold its share in most rows."""
@@ -24,14 +26,15 @@ def draw(
     filters: bool,
 ) -> torch.Tensor:
     x_RV = logits_RV if adjusted_RV is None else adjusted_RV
-    tokens_R = x_RV.argmax(-1)  # the first of equal ones
-    if rules_R3 is not None and numbers_R3 is not None:
+    if rules_R3 is None or numbers_R3 is None:
+        tokens_R = x_RV.argmax(-1)  # the first of equal ones
+    elif bool((rules_R3[:, 0] > 0).all()):
+        tokens_R = _draw(case, x_RV, rules_R3, numbers_R3, filters)
+    else:
+        tokens_R = x_RV.argmax(-1)
         random_N = rules_R3[:, 0].nonzero()[:, 0]
-        if len(random_N) == len(x_RV):
-            tokens_R = _draw(case, x_RV, rules_R3, numbers_R3, filters)
-        elif len(random_N):
-            rules_N3, numbers_N3 = rules_R3[random_N], numbers_R3[random_N]
-            tokens_R[random_N] = _draw(case, x_RV[random_N], rules_N3, numbers_N3, filters)
+        rules_N3, numbers_N3 = rules_R3[random_N], numbers_R3[random_N]
+        tokens_R[random_N] = _draw(case, x_RV[random_N], rules_N3, numbers_N3, filters)
     errors_R = torch.zeros_like(tokens_R)
     # Where nothing is odd the sum is finite, and cheaper than a look at each number.
     sums_R = logits_RV.sum(-1)
@@ -51,40 +54,51 @@ def _draw(
     numbers_N3: torch.Tensor,
     filters: bool,
 ) -> torch.Tensor:
-    y_NV = scaled(x_NV, rules_N3)
-    if not filters:
-        return race(case, weights(y_NV), numbers_N3)
+    """Tokens, int64 [N]; any of rows without finite logits."""
+    count, stretches, stretch = len(x_NV), case.stretches, case.stretch
+    y_NV = (x_NV - x_NV.amax(-1, keepdim=True)).mul_(rules_N3[:, :1])
     margin_N1 = rules_N3[:, 2:]
-    stays_NV = y_NV >= margin_N1
-    w_NV = weights(y_NV).masked_fill_(~stays_NV, 0)
-    limits_N = stays_NV.sum(-1)
-    top_k_N = numbers_N3[:, 0]
-    limits_N = torch.where(top_k_N > 0, top_k_N.minimum(limits_N), limits_N)
-    busy_N = ((top_k_N > 0) & (top_k_N < case.vocab) | (rules_N3[:, 1] < 1.0)).nonzero()[:, 0]
-    if len(busy_N):
-        chosen = (x_NV[busy_N], w_NV[busy_N], limits_N[busy_N, None], rules_N3[busy_N, 1:2])
-        most = int(torch.where(top_k_N < case.vocab, top_k_N, 0).max())
-        w_NV[busy_N] = _keep_likeliest(*chosen, most)
-    return race(case, w_NV, numbers_N3)
+    if filters and bool((margin_N1 > -torch.inf).any()):
+        y_NV.masked_fill_(y_NV < margin_N1, -torch.inf)
+    w_NC = torch.empty(count, stretches * stretch, dtype=torch.int64)
+    w_NV = w_NC[:, : case.vocab].copy_(y_NV.exp_().mul_(2.0**WEIGHT_BITS))
+    w_NC[:, case.vocab :] = 0
+    if filters:
+        _keep_likeliest(x_NV, w_NV, numbers_N3[:, 0], rules_N3[:, 1])
+    times_NC = _clocks(numbers_N3[:, 1:], stretches + stretch)
+    return heats(w_NC.view(count, stretches, stretch), times_NC)
+
+
+def _clocks(keys_N2: torch.Tensor, count: int) -> torch.Tensor:
+    """As `reference.clocks.clocks`, by numpy, which takes less time to start what is small."""
+    keys = keys_N2.numpy()
+    words = words_of(np.arange(-(-count // 4)), keys[:, :1], keys[:, 1:])
+    return times_of(torch.from_numpy(np.stack(words, axis=-1)).flatten(1)[:, :count])
 
 
 def _keep_likeliest(
-    x_NV: torch.Tensor,
-    w_NV: torch.Tensor,
-    limits_N1: torch.Tensor,
-    top_p_N1: torch.Tensor,
-    most: int,
-) -> torch.Tensor:
-    """The weights with zeros outside of what each row keeps: its `limits` tokens of greatest x, and
-    of these the fewest that reach the share; `most` is the largest top_k below V."""
-    cutoff_N1, count_N1 = _cutoff(x_NV, w_NV, limits_N1, top_p_N1, most)
-    kept_NV = x_NV >= cutoff_N1
-    if bool((kept_NV.sum(-1, keepdim=True) > count_N1).any()):
+    x_NV: torch.Tensor, w_NV: torch.Tensor, top_k_N: torch.Tensor, top_p_N: torch.Tensor
+) -> None:
+    """Clears the weights of what rows do not keep: all but the `top_k` tokens of greatest x (0:
+    all), and of these all but the fewest that reach the share."""
+    vocab = x_NV.shape[1]
+    has_limit_N = (top_k_N > 0) & (top_k_N < vocab)
+    busy_N = (has_limit_N | (top_p_N < 1.0)).nonzero()[:, 0]
+    if not len(busy_N):
+        return
+    most = int(torch.where(has_limit_N, top_k_N, 0).max())
+    limits_N1 = torch.where(has_limit_N, top_k_N, vocab)[busy_N, None]
+    are_all = len(busy_N) == len(x_NV)
+    chosen = (x_NV, w_NV) if are_all else (x_NV[busy_N], w_NV[busy_N])
+    cutoff_N1, room_N1 = _cutoff(*chosen, limits_N1, top_p_N[busy_N, None], most)
+    drops_NV = chosen[0] < cutoff_N1
+    if bool((room_N1 >= 0).any()):
         # Where several tokens sit exactly at the cutoff, the lowest of them are kept.
-        ties_NV = x_NV == cutoff_N1
-        room_N1 = count_N1 - (x_NV > cutoff_N1).sum(-1, keepdim=True)
-        kept_NV &= ~(ties_NV & (ties_NV.cumsum(-1) > room_N1))
-    return w_NV.masked_fill(~kept_NV, 0)
+        ties_NV = (chosen[0] == cutoff_N1) & (room_N1 >= 0)
+        drops_NV |= ties_NV & (ties_NV.cumsum(-1) > room_N1)
+    chosen[1].masked_fill_(drops_NV, 0)
+    if not are_all:
+        w_NV[busy_N] = chosen[1]
 
 
 def _cutoff(
@@ -94,25 +108,31 @@ def _cutoff(
     top_p_N1: torch.Tensor,
     most: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(smallest x that is kept, number of tokens kept) of each row."""
+    """(smallest x that is kept, how many tokens at it are kept, or -1 for all) of each row; `most`
+    is the largest limit below V."""
     vocab = x_NV.shape[1]
     by_share_N1 = top_p_N1 < 1.0
-    candidates = min(vocab, max(_FIRST_CANDIDATES, most))
+    candidates = min(vocab, max(_FIRST_CANDIDATES, most + 1))
     while True:
         x_NK, ids_NK = x_NV.topk(candidates, dim=-1)
-        beyond_NK = torch.arange(candidates, device=x_NV.device) >= limits_N1
+        beyond_NK = torch.arange(candidates) >= limits_N1
         sums_NK = w_NV.gather(1, ids_NK).masked_fill_(beyond_NK, 0).cumsum(-1)
         are_all_N1 = limits_N1 <= candidates
-        total_N1 = torch.where(are_all_N1, sums_NK[:, -1:], w_NV.sum(-1, keepdim=True))
+        total_N1 = sums_NK[:, -1:]
+        if not bool(are_all_N1.all()):
+            total_N1 = torch.where(are_all_N1, total_N1, w_NV.sum(-1, keepdim=True))
         below_N1 = (sums_NK < share_of(total_N1, top_p_N1)).sum(-1, keepdim=True)
-        short_N1 = by_share_N1 & ~are_all_N1 & (below_N1 == candidates)
+        # One more than are kept is to be seen, for ties.
+        short_N1 = by_share_N1 & ~are_all_N1 & (below_N1 >= candidates - 1)
         if candidates == vocab or not bool(short_N1.any()):
             break
         candidates = min(vocab, candidates * 8)
     count_N1 = torch.where(by_share_N1, below_N1 + 1, vocab).minimum(limits_N1)
-    cutoff_N1 = x_NK.gather(1, (count_N1 - 1).clamp(0, candidates - 1))
-    # More tokens than candidates: nothing was asked of such a row but what its weights say.
-    return torch.where(count_N1 <= candidates, cutoff_N1, -torch.inf), count_N1
+    cutoff_N1 = x_NK.gather(1, (count_N1 - 1).clamp_max(candidates - 1))
+    next_N1 = x_NK.gather(1, count_N1.clamp_max(candidates - 1))
+    above_N1 = (x_NK > cutoff_N1).sum(-1, keepdim=True)
+    room_N1 = torch.where((count_N1 < vocab) & (next_N1 == cutoff_N1), count_N1 - above_N1, -1)
+    return torch.where(count_N1 < vocab, cutoff_N1, -torch.inf), room_N1
 
 
 def logprobs(

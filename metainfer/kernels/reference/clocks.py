@@ -5,6 +5,8 @@ Words of 32 bits are kept in int64. Shape suffixes: N keys, C clocks.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 _MASK = 0xFFFFFFFF
@@ -14,10 +16,11 @@ _ROUNDS = 10
 _FEW = 1 / 16
 """Below this the logarithm is taken as its series: 1 - v would have lost what v says."""
 
-Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+Words = tuple[Any, Any, Any, Any]
+"""Four tensors, or four arrays of numpy, of int64."""
 
 
-def philox(counters: Words, key: tuple[torch.Tensor, torch.Tensor]) -> Words:
+def philox(counters: Words, key: tuple[Any, Any]) -> Words:
     """Four random words for each counter of four words and key of two; shapes are broadcast.
 
     Salmon, Moraes, Dror, Shaw 2011, "Parallel random numbers: as easy as 1, 2, 3".
@@ -32,7 +35,7 @@ def philox(counters: Words, key: tuple[torch.Tensor, torch.Tensor]) -> Words:
     return a, b, c, d
 
 
-def _product(number: int, words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _product(number: int, words: Any) -> tuple[Any, Any]:
     """(high, low) words of the products; those of 64 bits wrap around, which keeps their bits."""
     product = words * number
     return (product >> 32) & _MASK, product & _MASK
@@ -41,16 +44,17 @@ def _product(number: int, words: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 def clocks(seeds_N: torch.Tensor, positions_N: torch.Tensor, count: int) -> torch.Tensor:
     """fp32 [N, count], E[0] .. E[count - 1] of each row; seeds and positions are int64 [N]."""
     blocks_C = torch.arange(-(-count // 4), device=seeds_N.device)
-    nothing = torch.zeros_like(blocks_C)
-    position_N1, seed_N1 = positions_N[:, None], seeds_N[:, None]
-    words = philox(
-        (blocks_C, nothing, position_N1 & _MASK, (position_N1 >> 32) & _MASK),
-        (seed_N1 & _MASK, (seed_N1 >> 32) & _MASK),
-    )
-    return _times(torch.stack(words, dim=-1).flatten(1)[:, :count])
+    words = words_of(blocks_C, seeds_N[:, None], positions_N[:, None])
+    return times_of(torch.stack(words, dim=-1).flatten(1)[:, :count])
 
 
-def _times(words: torch.Tensor) -> torch.Tensor:
+def words_of(blocks_C: Any, seed_N1: Any, position_N1: Any) -> Words:
+    """The words of clocks 4 c to 4 c + 3 for each block c, one [N, C] for each of the four."""
+    counters = (blocks_C, blocks_C * 0, position_N1 & _MASK, (position_N1 >> 32) & _MASK)
+    return philox(counters, (seed_N1 & _MASK, (seed_N1 >> 32) & _MASK))
+
+
+def times_of(words: torch.Tensor) -> torch.Tensor:
     """Words as times that are exponentially distributed."""
     v = (words.to(torch.float32) * 2.0**-32 + 2.0**-33).clamp_max(1.0 - 2.0**-24)
     series = v / 6 + 0.2

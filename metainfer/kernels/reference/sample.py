@@ -123,9 +123,14 @@ def race(case: SampleCase, w_NV: torch.Tensor, numbers_N3: torch.Tensor) -> torc
     count, stretches, stretch = len(w_NV), case.stretches, case.stretch
     w_NGL = torch.nn.functional.pad(w_NV, (0, stretches * stretch - case.vocab))
     w_NGL = w_NGL.view(count, stretches, stretch)
-    times_NC = clocks(numbers_N3[:, 1], numbers_N3[:, 2], stretches + stretch)
+    return heats(w_NGL, clocks(numbers_N3[:, 1], numbers_N3[:, 2], stretches + stretch))
+
+
+def heats(w_NGL: torch.Tensor, times_NC: torch.Tensor) -> torch.Tensor:
+    """The winners of both heats, int64 [N]."""
+    count, stretches, stretch = w_NGL.shape
     winner_N = (w_NGL.sum(-1).to(torch.float32) / times_NC[:, :stretches]).argmax(-1)
-    w_NL = w_NGL[torch.arange(count, device=w_NV.device), winner_N].to(torch.float32)
+    w_NL = w_NGL[torch.arange(count, device=w_NGL.device), winner_N].to(torch.float32)
     return winner_N * stretch + (w_NL / times_NC[:, stretches:]).argmax(-1)
 
 
