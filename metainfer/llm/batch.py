@@ -34,8 +34,10 @@ class BatchBuilder:
         positions: list[int] = []
         sequence_of_row: list[int] = []
         slots: list[int] = []
-        logits_rows: list[int] = []
+        wanted_rows: list[int] = []
+        logits_rows: list[int] = []  # places among those
         row_starts = [0]
+        wanted_counts = _wanted_counts(step)
         for index, part in enumerate(step.sequences):
             rows = len(part.token_ids)
             token_ids += part.token_ids
@@ -43,15 +45,17 @@ class BatchBuilder:
             sequence_of_row += [index] * rows
             slots.append(part.state_slot)
             end = row_starts[-1] + rows
-            logits_rows += range(end - part.sample_rows, end)
             row_starts.append(end)
+            wanted_rows += range(end - wanted_counts[index], end)
+            logits_rows += range(len(wanted_rows) - part.sample_rows, len(wanted_rows))
         longest = max(len(part.blocks) for part in step.sequences)
         # One copy to the device for all vectors.
-        vectors = self.sent(token_ids + positions + sequence_of_row + slots + logits_rows)
-        rows, count = len(token_ids), len(slots)
-        tokens_T, positions_T, sequence_T, slots_B, logits_rows_R = vectors.split(
-            [rows, rows, rows, count, len(logits_rows)]
+        parts = (token_ids, positions, sequence_of_row, slots, logits_rows, wanted_rows)
+        vectors = self.sent([number for part in parts for number in part])
+        tokens_T, positions_T, sequence_T, slots_B, logits_rows_R, wanted_rows_W = vectors.split(
+            [len(part) for part in parts]
         )
+        wants_all = len(wanted_rows) == len(token_ids)
         return StepInputs(
             token_ids_T=tokens_T,
             positions_T=positions_T,
@@ -62,6 +66,8 @@ class BatchBuilder:
             block_table_BM=self.tables_NM[:, :longest].index_select(0, slots_B),
             num_decode_sequences=step.num_decode_sequences,
             logits_rows_R=logits_rows_R,
+            wanted_counts=None if wants_all else wanted_counts,
+            wanted_rows_W=None if wants_all else wanted_rows_W,
         )
 
     def decode_rows(self, step: Step, rows: int) -> torch.Tensor:
@@ -102,3 +108,18 @@ class BatchBuilder:
         """int64 in memory from which copies to the device do not wait. What is freed before it was
         copied is kept until then (by torch's allocator of pinned memory)."""
         return torch.tensor(numbers, dtype=torch.int64, pin_memory=self._device.type == "cuda")
+
+
+def _wanted_counts(step: Step) -> tuple[int, ...]:
+    """How many of the last rows of each sequence something is read of after the last layer: the
+    sampled ones, and all that decode or give log-probabilities of a prompt. One at least in all, so
+    that no layer sees a step without rows."""
+    counts = [
+        len(part.token_ids)
+        if index < step.num_decode_sequences or part.prompt_logprobs
+        else part.sample_rows
+        for index, part in enumerate(step.sequences)
+    ]
+    if not any(counts):
+        counts[-1] = 1
+    return tuple(counts)

@@ -169,7 +169,9 @@ class DecodeSteps(Generic[C]):
         logits_TV = self._logits_TV[: shape.rows]
         tokens_T, positions_T, slots_T = self._vectors(shape)
         tables_NM = self._tables_NM[:, : shape.blocks]
-        inputs = DecodeInputs(tokens_T, positions_T, slots_T, tables_NM)
+        # Of two sizes that follow each other the larger one is always full.
+        may_pad = shape.rows > 1 and shape.rows - 1 not in self._row_sizes
+        inputs = DecodeInputs(tokens_T, positions_T, slots_T, tables_NM, may_pad)
 
         def work() -> None:
             logits_TV.copy_(self._model.logits(self._model.forward(inputs, self._cache)))

@@ -33,7 +33,7 @@ class Model(Protocol[C_contra]):
     """What the runner needs of a model."""
 
     def forward(self, inputs: StepInputs | DecodeInputs, cache: C_contra) -> torch.Tensor:
-        """Residual streams of all rows, [T, S, D]."""
+        """Residual streams of the rows that are wanted, [W, S, D]."""
 
     def logits(self, streams_RSD: torch.Tensor) -> torch.Tensor:
         """Logits, fp32 [R, V]."""
@@ -144,12 +144,12 @@ class Runner(Generic[C]):
             logits_TV = self.decode_steps.run(shape, numbers)
             return self._sampled(step, logits_TV), [None] * len(step.sequences)
         inputs = self._batch.build(step)
-        streams_TSD = self._model.forward(inputs, self._cache)
+        streams_WSD = self._model.forward(inputs, self._cache)
         logits_RV = None
         if len(inputs.logits_rows_R):
-            logits_RV = self._model.logits(streams_TSD[inputs.logits_rows_R])
-        lengths = [len(part.token_ids) for part in step.sequences]
-        return logits_RV, streams_TSD.split(lengths)
+            logits_RV = self._model.logits(streams_WSD.index_select(0, inputs.logits_rows_R))
+        counts = inputs.wanted_counts or [len(part.token_ids) for part in step.sequences]
+        return logits_RV, streams_WSD.split(list(counts))
 
     def _sampled(self, step: Step, logits_TV: torch.Tensor) -> torch.Tensor:
         """The logits of rows that are sampled, of those of all rows of a decode step."""

@@ -33,8 +33,14 @@ class DecoderLayer:
     def __call__(
         self, streams_TSD: torch.Tensor, step: StepIndex, cache: CacheStorage
     ) -> torch.Tensor:
-        streams_TSD = self._around_attention(streams_TSD, lambda x: self._attention(x, step, cache))
-        return self._around_experts(streams_TSD, lambda x: self._experts(x, step.token_ids_T))
+        """The streams of the rows that go on."""
+        streams_TSD = self._around_attention(
+            streams_TSD, lambda x: self._attention(x, step, cache), step.wanted_rows_W
+        )
+        token_ids_T = step.wanted(step.token_ids_T)
+        return self._around_experts(
+            streams_TSD, lambda x: self._experts(x, token_ids_T, step.padding_T1)
+        )
 
 
 class DeepseekV4:
@@ -102,7 +108,7 @@ class DeepseekV4:
 
     def forward(self, inputs: StepInputs | DecodeInputs, cache: CacheStorage) -> torch.Tensor:
         """Run the rows of one step and write what later steps need into `cache`; returns the
-        residual streams [T, S, D] after the last layer."""
+        residual streams [W, S, D] after the last layer, of the rows that are wanted."""
         if cache.draft_rows != self._draft_rows:
             raise MetainferError(
                 f"the cache has {cache.draft_rows} draft rows, the model {self._draft_rows}"
@@ -110,9 +116,11 @@ class DeepseekV4:
         step = self._index(inputs, cache)
         embedded_TD = self._embed_VD.index_select(0, inputs.token_ids_T).to(self._stream_dtype)
         streams_TSD = embedded_TD.unsqueeze(1).repeat(1, self._num_streams, 1)
-        for layer in self._layers:
+        for layer in self._layers[:-1]:
             streams_TSD = layer(streams_TSD, step, cache)
-        return streams_TSD
+        if isinstance(inputs, StepInputs):
+            step = self._indexer.last_layer(step, inputs)
+        return self._layers[-1](streams_TSD, step, cache)
 
     def _index(self, inputs: StepInputs | DecodeInputs, cache: CacheStorage) -> StepIndex:
         if isinstance(inputs, StepInputs):

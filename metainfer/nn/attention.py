@@ -18,7 +18,8 @@ from metainfer.ops.rope import NormRotateCase
 
 
 class Attention:
-    """Rows of width D -> y_TD in the compute dtype, summed over ranks; H heads of this rank.
+    """Rows of width D -> y_TD in the compute dtype, summed over ranks; H heads of this rank. Where
+    the step says which rows are wanted, only they attend, and y has only them.
 
     One latent per token is key and value of all heads. Decode rows are written into the ring and
     then read it; a prefill chunk is attended to as it is, behind the part of the ring that it
@@ -70,9 +71,10 @@ class Attention:
     def __call__(self, x: Rows, step: StepIndex, cache: CacheStorage) -> torch.Tensor:
         rotation_TR2 = step.sliding_TR2 if self._slides else step.compressing_TR2
         q_rank_TQ, latent_TD = self._q_rank_and_latent(x)
+        q_rank_TQ, q_rotation_TR2 = step.wanted(q_rank_TQ), step.wanted(rotation_TR2)
         q_rank = self._q_norm(q_rank_TQ)
         q_THD = self._queries(q_rank).view(-1, self._heads, self._width)
-        q_THD = self._norm_rotate_q(q_THD, None, rotation_TR2)
+        q_THD = self._norm_rotate_q(q_THD, None, q_rotation_TR2)
         latent_T1D = self._norm_rotate_latent(
             latent_TD.unsqueeze(1), self._latent_norm_D, rotation_TR2
         )
@@ -90,7 +92,7 @@ class Attention:
         for part in step.prefills:
             outputs.append(self._prefill(q_THD, latent_TD, q_rank, states, part, step, cache))
         out_THD = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        return self._group.all_reduce(self._outputs(out_THD, rotation_TR2))
+        return self._group.all_reduce(self._outputs(out_THD, q_rotation_TR2))
 
     def _decode(
         self,
@@ -140,16 +142,18 @@ class Attention:
             entry_rows_E, selected_PK = self._entries.prefill(states, q_rank, part, step, cache)
             entry_rows_1E = entry_rows_E.unsqueeze(0)
             entries_MD = cache.rows(Kind.ENTRIES, self._layer)
-        out_PHD = self._attend_prefill(
-            q_THD[part.rows],
-            part.positions_P,
-            latents_ND,
-            part.latent_rows_P,
-            self._sink_H,
-            entries_MD,
-            entry_rows_1E,
-            None,
-            selected_PK,
-        )
+        out_PHD = q_THD[part.queries]
+        if len(out_PHD):
+            out_PHD = self._attend_prefill(
+                out_PHD,
+                part.positions_P,
+                latents_ND,
+                part.latent_rows_P,
+                self._sink_H,
+                entries_MD,
+                entry_rows_1E,
+                None,
+                selected_PK,
+            )
         ring_ND.index_copy_(0, part.ring_rows, chunk_PD[-len(part.ring_rows) :])
         return out_PHD

@@ -82,15 +82,19 @@ class Entries:
         cache: CacheStorage,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Take in the chunk of one sequence; returns its rows of Kind.ENTRIES and what of them each
-        row attends to (as `attention.sparse_prefill` wants them)."""
+        row that attends attends to (as `attention.sparse_prefill` wants them)."""
         rows = part.rows
         windows = part.windows[self._ratio]
         for compressor, state_TW in zip(self._compressors, states, strict=False):
             compressor.prefill(state_TW[rows], windows, cache)
-        if self.indexer is None:
+        if self.indexer is None or part.attending.start == part.attending.stop:
             return windows.entry_rows_E, None
-        rotation_PR2 = step.compressing_TR2[rows]
         selected_PK = self.indexer.prefill(
-            q_rank.part(rows), states[-1][rows], rotation_PR2, windows, part.start, cache
+            q_rank.part(part.queries),
+            states[-1][part.attending],
+            step.compressing_TR2[part.attending],
+            windows,
+            part.positions_P,
+            cache,
         )
         return windows.entry_rows_E, selected_PK

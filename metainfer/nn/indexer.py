@@ -60,7 +60,7 @@ class Indexer:
         weights_PH: torch.Tensor,
         rotation_PR2: torch.Tensor,
         windows: PrefillWindows,
-        start: int,
+        positions_P: torch.Tensor,
         cache: CacheStorage,
     ) -> torch.Tensor | None:
         """int64 [P, K], numbers of the entries that each row of one sequence attends to, -1 where
@@ -70,7 +70,6 @@ class Indexer:
         q_PHI = self._rotated_queries(q_rank, rotation_PR2)
         keys_MI = cache.rows(Kind.INDEX_KEYS, self._layer)
         entry_rows_1E = windows.entry_rows_E.unsqueeze(0)
-        positions_P = torch.arange(start, start + len(q_PHI), device=q_PHI.device)
         return self._choose(q_PHI, weights_PH, keys_MI, entry_rows_1E, None, positions_P, None)
 
     def _rotated_queries(self, q_rank: Rows, rotation_TR2: torch.Tensor) -> torch.Tensor:

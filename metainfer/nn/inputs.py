@@ -3,8 +3,8 @@
 Built by `llm.batch`, the only place with index arithmetic. Rows of all sequences lie one after the
 other; sequences with few rows (decode, speculation) come first.
 
-Shape suffixes: T rows of the step, B sequences, M blocks of the longest sequence, R rows with
-logits, N slots.
+Shape suffixes: T rows of the step, B sequences, M blocks of the longest sequence, W rows whose
+streams are wanted, R rows with logits, N slots.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ class StepInputs:
         block_table_BM: int64, blocks of the TOKENS-scope kinds, -1 where there is none.
         num_decode_sequences: the first so many sequences are short: their rows are written into
             the rings first and then attend to the rings (at most 1 + draft rows each).
-        logits_rows_R: int64, rows whose logits are wanted.
+        logits_rows_R: int64, which of the W rows have logits.
+        wanted_counts: B host integers, how many of the last rows of each sequence have streams that
+            are wanted: all of those that decode. None where all rows are.
+        wanted_rows_W: int64, these rows; None where all rows are.
     """
 
     token_ids_T: torch.Tensor
@@ -40,6 +43,8 @@ class StepInputs:
     block_table_BM: torch.Tensor
     num_decode_sequences: int
     logits_rows_R: torch.Tensor
+    wanted_counts: tuple[int, ...] | None = None
+    wanted_rows_W: torch.Tensor | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -66,9 +71,11 @@ class DecodeInputs:
             padding.
         tables_NM: int64, blocks of the TOKENS-scope kinds of each slot's sequence; what lies behind
             its last block is never looked at. M blocks hold the longest sequence.
+        may_pad: whether there can be padding.
     """
 
     token_ids_T: torch.Tensor
     positions_T: torch.Tensor
     slots_T: torch.Tensor
     tables_NM: torch.Tensor
+    may_pad: bool = True

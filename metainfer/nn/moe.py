@@ -85,22 +85,32 @@ class MixtureOfExperts:
             case = ExpertsCase(*shape, *stored, build.dtype)
             self._experts = build.weighted("moe.experts", case, *tensors)
 
-    def __call__(self, x: Rows, token_ids_T: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, x: Rows, token_ids_T: torch.Tensor, padding_T1: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """
+        Args:
+            padding_T1: bool, rows that need no expert; None where there is none.
+        """
         if self._side_stream is None:
-            y_TD = self._routed(x, token_ids_T)
+            y_TD = self._routed(x, token_ids_T, padding_T1)
             return self._group.all_reduce(y_TD.add_(self._shared(x)))
         main = torch.cuda.current_stream()
         self._side_stream.wait_stream(main)
         with torch.cuda.stream(self._side_stream):
             shared_TD = self._shared(x)
-        y_TD = self._routed(x, token_ids_T)
+        y_TD = self._routed(x, token_ids_T, padding_T1)
         # All that either stream reads is held until here, so memory is not used again too early.
         main.wait_stream(self._side_stream)
         return self._group.all_reduce(y_TD.add_(shared_TD))
 
-    def _routed(self, x: Rows, token_ids_T: torch.Tensor) -> torch.Tensor:
+    def _routed(
+        self, x: Rows, token_ids_T: torch.Tensor, padding_T1: torch.Tensor | None
+    ) -> torch.Tensor:
         """fp32 y_TD of the routed experts."""
         hashed = (token_ids_T,) if self._hashes else ()
         ids_TK, weights_TK = self._route(x.plain, *hashed)
+        if self._coded and padding_T1 is not None:  # `moe.experts` has no word for it
+            ids_TK = ids_TK.masked_fill(padding_T1, -1)
         inputs = x.coded if self._coded else (x.plain,)
         return self._experts(*inputs, ids_TK, weights_TK)

@@ -4,12 +4,12 @@ Every ring of a kind has the same size in all layers, and so has every growing k
 the row numbers therefore hold for each layer.
 
 Shape suffixes: T rows, B sequences, W window, R ring rows, E entries, C windows that close, S span
-of an entry, P rows of a prefill sequence.
+of an entry, P rows of a prefill sequence that attend, W in `wanted_rows_W` rows that go on.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -92,16 +92,18 @@ class PrefillIndex:
 
     Attributes:
         rows: its rows in the step.
-        start: position of the first of them.
-        positions_P: of each of them.
+        attending: those of them that attend: all, but in the last layer.
+        queries: the same rows among all rows of the step that attend.
+        positions_P: of each row that attends.
         halo_rows: window ring rows of the positions before `start` that are visible.
-        latent_rows_P: place of each row in [halo | chunk].
+        latent_rows_P: place of each row that attends in [halo | chunk].
         ring_rows: where the last rows of the chunk go in the window ring.
         windows: by ratio.
     """
 
     rows: slice
-    start: int
+    attending: slice
+    queries: slice
     positions_P: torch.Tensor
     halo_rows: torch.Tensor
     latent_rows_P: torch.Tensor
@@ -118,6 +120,9 @@ class StepIndex:
     phase_T: by ratio: position % ratio of each row.
     decode: None where no sequence decodes.
     prefills: the other sequences.
+    wanted_rows_W: int64, rows that attend and go on; None for all. All rows are written to the
+        caches in any case.
+    padding_T1: bool, which rows are padding; None where none is.
     """
 
     token_ids_T: torch.Tensor
@@ -126,6 +131,12 @@ class StepIndex:
     phase_T: dict[int, torch.Tensor]
     decode: DecodeIndex | None
     prefills: tuple[PrefillIndex, ...]
+    wanted_rows_W: torch.Tensor | None = None
+    padding_T1: torch.Tensor | None = None
+
+    def wanted(self, rows_T: torch.Tensor) -> torch.Tensor:
+        """Of something of all rows that of those which go on."""
+        return rows_T if self.wanted_rows_W is None else rows_T.index_select(0, self.wanted_rows_W)
 
 
 class StepIndexer:
@@ -173,6 +184,28 @@ class StepIndexer:
                 for sequence in range(decoding, inputs.num_sequences)
             ),
         )
+
+    @staticmethod
+    def last_layer(step: StepIndex, inputs: StepInputs) -> StepIndex:
+        """`step` for the last layer, after which nothing is read but the rows that are wanted."""
+        if inputs.wanted_counts is None:
+            return step
+        prefills = []
+        place = inputs.num_decode_rows
+        counts = inputs.wanted_counts[inputs.num_decode_sequences :]
+        for part, count in zip(step.prefills, counts, strict=True):
+            skipped = part.rows.stop - part.rows.start - count
+            prefills.append(
+                replace(
+                    part,
+                    attending=slice(part.rows.stop - count, part.rows.stop),
+                    queries=slice(place, place + count),
+                    positions_P=part.positions_P[skipped:],
+                    latent_rows_P=part.latent_rows_P[skipped:],
+                )
+            )
+            place += count
+        return replace(step, prefills=tuple(prefills), wanted_rows_W=inputs.wanted_rows_W)
 
     def _decode(self, inputs: StepInputs, ends: list[int]) -> DecodeIndex:
         """The rows of the decoding sequences, which go up to the positions `ends`."""
@@ -256,6 +289,7 @@ class StepIndexer:
                 },
             ),
             prefills=(),
+            padding_T1=positions_T1 < 0 if inputs.may_pad else None,
         )
 
     def _fixed_windows(
@@ -295,7 +329,8 @@ class StepIndexer:
         positions_P = inputs.positions_T[rows]
         return PrefillIndex(
             rows=rows,
-            start=start,
+            attending=rows,
+            queries=rows,
             positions_P=positions_P,
             halo_rows=self._ring_range(slot_1, halo_start, start, self._window_ring),
             latent_rows_P=positions_P - halo_start,

@@ -27,6 +27,7 @@ def steps(draw) -> Step:
                 start=draw(st.integers(0, 50)),
                 token_ids=tuple(draw(st.integers(0, 999)) for _ in range(rows)),
                 sample_rows=draw(st.integers(0, rows)),
+                prompt_logprobs=draw(st.booleans()),
             )
         )
     parts.sort(key=lambda part: len(part.token_ids))
@@ -44,7 +45,9 @@ def test_tensors_say_what_the_step_says(made):
         assert inputs.num_decode_rows == step.num_decode_sequences
         assert inputs.state_slots_B.tolist() == [part.state_slot for part in step.sequences]
         assert inputs.row_starts[0] == 0 and inputs.row_starts[-1] == step.num_rows
-        wanted_rows = []
+        logits_rows = []
+        wanted = inputs.wanted_rows_W
+        wanted_rows = list(range(step.num_rows)) if wanted is None else wanted.tolist()
         for index, part in enumerate(step.sequences):
             first, end = inputs.row_starts[index], inputs.row_starts[index + 1]
             assert inputs.computed[index] == part.start
@@ -55,8 +58,15 @@ def test_tensors_say_what_the_step_says(made):
             table = inputs.block_table_BM[index].tolist()
             assert tuple(table[: len(part.blocks)]) == part.blocks
             assert set(table[len(part.blocks) :]) <= {-1}
-            wanted_rows += range(end - part.sample_rows, end)
-        assert inputs.logits_rows_R.tolist() == wanted_rows
+            logits_rows += range(end - part.sample_rows, end)
+            decodes = index < step.num_decode_sequences
+            count = end - first if decodes or part.prompt_logprobs else part.sample_rows
+            assert set(range(end - count, end)) <= set(wanted_rows)
+            if wanted is not None:
+                own = [row for row in wanted_rows if first <= row < end]
+                assert len(own) == inputs.wanted_counts[index]
+        assert [wanted_rows[place] for place in inputs.logits_rows_R.tolist()] == logits_rows
+        assert wanted_rows and wanted_rows == sorted(set(wanted_rows))
         for tensor in (inputs.token_ids_T, inputs.block_table_BM, inputs.logits_rows_R):
             assert tensor.dtype is torch.int64
 

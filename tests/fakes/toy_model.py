@@ -48,7 +48,9 @@ class ToyModel:
             for index in range(inputs.num_sequences)
             for row in self._sequence(inputs, cache, index)
         ]
-        return torch.tensor(rows, dtype=torch.float32).view(-1, 1, 2)
+        streams_TSD = torch.tensor(rows, dtype=torch.float32).view(-1, 1, 2)
+        wanted = inputs.wanted_rows_W
+        return streams_TSD if wanted is None else streams_TSD[wanted]
 
     def logits(self, streams_RSD: torch.Tensor) -> torch.Tensor:
         self.logits_rows.append(len(streams_RSD))
