@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 
-from metainfer.arch.tiny import tiny_config
+from metainfer.arch.tiny import tiny_config, tiny_quantised_config
 from metainfer.core.errors import MetainferError
+from metainfer.kernels.builtin import builtin_registry
+from metainfer.kernels.registry import Backend, Registry
 from metainfer.models.deepseek_v4 import DeepseekV4
 from metainfer.nn.cache import CacheStorage
+from metainfer.ops.catalogue import OPS
 from tests.fakes.random_models import HARD, RandomModel, random_model
 from tests.fakes.steps import Driver, Track, load_model
 from tests.fakes.trimmed import trimming_registry
@@ -95,6 +101,42 @@ def test_padding(model: DeepseekV4, random_weights: RandomModel, count: int) -> 
             *((track, [token]) for track in alone[count:]), rows=len(PROMPTS), blocks=BLOCKS
         )
         assert torch.equal(torch.cat(late), torch.cat(fresh))
+
+
+def test_padding_of_rows_in_fp8(tmp_path: Path) -> None:
+    """Experts over codes leave rows of padding out, whatever the others choose."""
+    random_weights = random_model(tmp_path / "model", tiny_quantised_config(), seed=2)
+    chosen: list[torch.Tensor] = []
+
+    def watched(backend: Backend) -> Backend:
+        if backend.op != "moe.experts_fp8_rows":
+            return backend
+
+        def run(case, prepared, codes_TD, scales_TG, ids_TK, weights_TK):
+            chosen.append(ids_TK)
+            return backend.run(case, prepared, codes_TD, scales_TG, ids_TK, weights_TK)
+
+        return replace(backend, run=run)
+
+    registry = builtin_registry()
+    model = load_model(
+        random_weights.directory,
+        random_weights.arch,
+        registry=Registry(watched(b) for op in OPS for b in registry.backends(op).values()),
+        activations="fp8",
+    )
+    full, padded = drivers(model, random_weights, 2)
+    ours, theirs = (started(driver, random_weights, PROMPTS) for driver in (full, padded))
+    for token in random_weights.tokens(3, seed=9):
+        expected = full.fixed_step(
+            *((track, [token]) for track in ours), rows=len(PROMPTS), blocks=BLOCKS
+        )
+        chosen.clear()
+        got = padded.fixed_step(
+            *((track, [token]) for track in theirs[:3]), rows=len(PROMPTS), blocks=BLOCKS
+        )
+        assert torch.equal(torch.cat(got), torch.cat(expected[:3]))
+        assert chosen and all((ids[3:] == -1).all() and (ids[:3] >= 0).all() for ids in chosen)
 
 
 def test_rows_of_drafts(random_weights: RandomModel) -> None:

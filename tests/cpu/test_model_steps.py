@@ -173,6 +173,31 @@ def test_rejected_drafts_leave_no_trace(random_weights: RandomModel, seed: int) 
             assert close(logits[2], prompt_expected[start : start + len(chunk)])
 
 
+@pytest.mark.parametrize("wanted", [(1, 1, 2, 5), (1, 1, 0, 3), (1, 1, 150, 0), (1, 1, 0, 1)])
+def test_rows_that_nobody_reads_are_left_out_of_the_last_layer(
+    driver: Driver, random_weights: RandomModel, one_shot, wanted: tuple[int, ...]
+) -> None:
+    """Two sequences decode beside two prompts; later steps find the caches as ever."""
+    prompts = (35, 127, 40, 3)
+    tokens = [random_weights.tokens(LENGTH, seed) for seed in range(len(prompts))]
+    tracks = [driver.start() for _ in prompts]
+    driver.step(
+        *zip(tracks, (own[:n] for own, n in zip(tokens, prompts, strict=True)), strict=True),
+        wanted=(0, 0, 0, 1),
+    )
+    chunks = (1, 1, 150, 60)
+    parts = [
+        (track, own[track.computed :][:rows])
+        for track, own, rows in zip(tracks, tokens, chunks, strict=True)
+    ]
+    logits = driver.step(*parts, decoding=2, wanted=wanted)
+    for track, own, got, count in zip(tracks, tokens, logits, wanted, strict=True):
+        assert close(got, one_shot(own)[track.computed - count : track.computed])
+    for track, own in zip(tracks, tokens, strict=True):
+        (following,) = driver.step((track, own[track.computed :][:9]))
+        assert close(following, one_shot(own)[track.computed - 9 : track.computed])
+
+
 def test_a_sequence_of_nan_keeps_it_to_itself(
     driver: Driver, random_weights: RandomModel, one_shot
 ) -> None:

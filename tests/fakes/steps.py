@@ -6,7 +6,7 @@ Blocks and slots are handed out in scattered order, so that nothing works by bei
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -37,6 +37,7 @@ def load_model(
     stream_dtype: torch.dtype | None = None,
     draft_rows: int = 0,
     registry: Registry | None = None,
+    activations: str = "plain",
 ) -> DeepseekV4:
     """The checkpoint in `directory` on the CPU, one rank, with the backends of this package or of
     `registry`."""
@@ -52,6 +53,7 @@ def load_model(
             compute_dtype=compute_dtype,
             stream_dtype=stream_dtype,
             draft_rows=draft_rows,
+            activations=activations,
         )
 
 
@@ -124,12 +126,23 @@ class Driver:
         self._free_blocks += sequence.blocks
 
     @torch.inference_mode()
-    def step(self, *parts: tuple[Track, Sequence[int]], decoding: int = 0) -> list[torch.Tensor]:
+    def step(
+        self,
+        *parts: tuple[Track, Sequence[int]],
+        decoding: int = 0,
+        wanted: Sequence[int] | None = None,
+    ) -> list[torch.Tensor]:
         """One step of the next tokens of some sequences, of which the first `decoding` count as
-        decode."""
+        decode; with `wanted` only so many of the last rows of each are given."""
         inputs = self._inputs(parts, decoding)
+        counts = [len(tokens) for _, tokens in parts]
+        if wanted is not None:
+            ends = zip(inputs.row_starts[1:], wanted, strict=True)
+            rows = [row for end, count in ends for row in range(end - count, end)]
+            inputs = replace(inputs, wanted_counts=tuple(wanted), wanted_rows_W=torch.tensor(rows))
+            counts = list(wanted)
         logits_RV = self._model.logits(self._model.forward(inputs, self.cache))
-        return list(logits_RV.split([len(tokens) for _, tokens in parts]))
+        return list(logits_RV.split(counts))
 
     @torch.inference_mode()
     def fixed_step(
