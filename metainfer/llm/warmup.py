@@ -1,6 +1,8 @@
-"""Warm-up: dry runs of the largest steps before the first request.
+"""Warm-up: dry runs before the first request: of the largest steps, and on a GPU of all sizes.
 
-They put the plan's memory to the test while nobody waits, and let kernels and allocators settle.
+They put the plan's memory to the test while nobody waits, and let kernels and allocators settle. A
+kernel for a GPU is compiled for each class of rows that it treats in a way of its own; those lie
+between powers of two, and numbers that 16 divides may have one to themselves.
 The steps are made up: what they write into slots and blocks is cleared or overwritten by requests.
 """
 
@@ -21,6 +23,9 @@ from metainfer.plan.plan import Plan
 _FIRST_ROWS = 32
 _LONGEST_S = 4.0
 """A prefill that would take longer is left out: start-up should not be slower than a request."""
+
+_LONG_CONTEXT = 8192
+"""Tokens of a sequence whose entries are scored and chosen, for all models."""
 
 _log = logging.getLogger(__name__)
 
@@ -44,7 +49,39 @@ def warm_up(runner: Runner[Any], plan: Plan) -> None:
     seqs = min(plan.max_num_seqs.value, plan.max_num_batched_tokens.value)
     _timed(runner, _step([_decode(slot, length) for slot in range(seqs)], seqs))
     largest_s = _timed(runner, _step([_prefill(length=length, rows=rows)], 0))
+    if plan.cuda_graph_sizes.value:
+        _run_all_sizes(runner, rows, min(length, _LONG_CONTEXT), seqs)
     _log.info("dry run: a step of %d rows took %s", rows, format_seconds(largest_s))
+
+
+def _run_all_sizes(runner: Runner[Any], most: int, length: int, seqs: int) -> None:
+    """Prefills of every class of rows, at the start of a sequence and far behind it, alone and
+    beside rows that decode."""
+    began_s = time.perf_counter()
+    sizes = row_classes(min(most, length))
+    for rows in sizes:
+        runner.dry_run(_step([_prefill(length=rows, rows=rows)], 0))
+        runner.dry_run(_step([_prefill(length=length, rows=rows)], 0))
+        decoding = min(seqs - 1, most - rows)
+        if rows > 1 and decoding > 0:
+            parts = [_decode(slot, length) for slot in range(1, 1 + decoding)]
+            runner.dry_run(_step([*parts, _prefill(length=length, rows=rows)], decoding))
+    _log.info(
+        "prefills of %d sizes were run in %s",
+        len(sizes),
+        format_seconds(time.perf_counter() - began_s),
+    )
+
+
+def row_classes(most: int) -> list[int]:
+    """Numbers of rows that a GPU's kernels may treat differently: powers of two, the numbers before
+    them, and the largest."""
+    sizes = {most, max(1, most - 1)}
+    size = 1
+    while size < most:
+        sizes |= {size, max(1, size - 1)}
+        size *= 2
+    return sorted(sizes)
 
 
 def _timed(runner: Runner[Any], step: Step) -> float:
