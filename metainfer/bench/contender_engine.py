@@ -199,4 +199,5 @@ def _greedy(count: int) -> SamplingParams:
 
 def settings_of(values: Mapping[str, Any]) -> EngineSettings:
     """EngineSettings that went through JSON."""
-    return EngineSettings(**values)
+    given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+    return EngineSettings(**given)

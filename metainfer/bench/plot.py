@@ -11,7 +11,7 @@ import math
 import statistics
 import textwrap
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -64,13 +64,20 @@ def draw(records: Sequence[ModelRecord] | Sequence[ServeRecord], picture_format:
     """The picture's file, as "svg" or "png". Records are of one kind."""
     models = [record for record in records if isinstance(record, ModelRecord)]
     serves = [record for record in records if isinstance(record, ServeRecord)]
+    return in_style(
+        lambda: _model_figure(models) if models else _serve_figure(serves), picture_format
+    )
+
+
+def in_style(make: Callable[[], Figure], picture_format: str) -> bytes:
+    """The file of a figure that is made in the style of all these pictures."""
     file = io.BytesIO()
     with matplotlib.rc_context(), warnings.catch_warnings():
         # Letters that the font lacks: an SVG has them as text, a PNG shows boxes.
         warnings.filterwarnings("ignore", message="Glyph")
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(_STYLE)
-        figure = _model_figure(models) if models else _serve_figure(serves)
+        figure = make()
         metadata = {"Date": None} if picture_format == "svg" else None
         figure.savefig(
             file, format=picture_format, dpi=_DOTS_PER_INCH, metadata=metadata, facecolor="white"
@@ -102,7 +109,7 @@ def _model_figure(records: Sequence[ModelRecord]) -> Figure:
             axes.remove()
     names = ", ".join(dict.fromkeys(record.model for record in records))
     figure.suptitle(f"metainfer bench model: {names}\npoints: rounds in order; bars: medians")
-    _finish_below(figure, [record.origin for record in records])
+    finish_below(figure, [record.origin for record in records])
     return figure
 
 
@@ -113,9 +120,9 @@ def _rounds_panel(axes: Axes, sides: Sequence[Side], ratio: Ratio, head: str, pl
         spread = 0.5 / max(len(rates) - 1, 1)
         xs = [n + spread * (k - (len(rates) - 1) / 2) for k in range(len(rates))]
         median = statistics.median(rates)
-        axes.plot(xs, rates, **_points(n), gid=f"rounds-{place}-{n}")
+        axes.plot(xs, rates, **points_of(n), gid=f"rounds-{place}-{n}")
         axes.plot([n - 0.36, n + 0.36], [median] * 2, "-k", lw=1.4, gid=f"median-{place}-{n}")
-        _write_above(axes, n, max(rates), f"median {_rounded(median)}")
+        write_above(axes, n, max(rates), f"median {rounded(median)}")
     axes.set_title(
         f"{head}{ratio.work}\n{ratio.middle:.2f} times {ratio.peer}\n"
         f"({ratio.low:.2f} to {ratio.high:.2f} over the rounds)"
@@ -130,9 +137,9 @@ def _memory_panel(axes: Axes, sides: Sequence[Side], head: str, place: str) -> N
     for n, side in enumerate(sides):
         peak, libraries = side.peak_bytes / 1e6, side.libraries_bytes / 1e6
         axes.plot([n, n], [libraries, peak], ":k", lw=1.0)
-        axes.plot([n], [peak], **_points(n), gid=f"peak-{place}-{n}")
-        axes.plot([n], [libraries], **_points(n, hollow=True), gid=f"libraries-{place}-{n}")
-        _write_above(axes, n, peak, _rounded(peak))
+        axes.plot([n], [peak], **points_of(n), gid=f"peak-{place}-{n}")
+        axes.plot([n], [libraries], **points_of(n, hollow=True), gid=f"libraries-{place}-{n}")
+        write_above(axes, n, peak, rounded(peak))
     title = f"{head}peak memory"
     if peers := sides[1:]:
         least = min(peers, key=lambda side: side.peak_bytes)
@@ -165,7 +172,7 @@ def _serve_figure(records: Sequence[ServeRecord]) -> Figure:
         "metainfer bench serve" + (": every run, marks at 50 % and 99 %" if drawn else "")
     )
     handles = [_legend_line(n, record) for n, record in enumerate(records)]
-    _finish_below(figure, [record.origin for record in records], handles)
+    finish_below(figure, [record.origin for record in records], handles)
     return figure
 
 
@@ -180,7 +187,7 @@ def _distribution_panel(axes: Axes, metric: str, records: Mapping[int, ServeReco
                 continue
             shown += (values[0], values[-1])
             shares = [100 * n / len(values) for n in range(len(values) + 1)]
-            look = _look(number)
+            look = look_of(number)
             axes.plot(
                 [values[0], *values], shares, drawstyle="steps-post", lw=1.3,
                 color=look["color"], linestyle=look["linestyle"],
@@ -188,13 +195,13 @@ def _distribution_panel(axes: Axes, metric: str, records: Mapping[int, ServeReco
             )  # fmt: skip
             # Of the nearest rank, not between ranks: the marks lie on the steps.
             marks = [values[math.ceil(len(values) * share / 100) - 1] for share in _MARKED]
-            axes.plot(marks, _MARKED, **_points(number), gid=f"marks-{metric}-{number}-{k}")
+            axes.plot(marks, _MARKED, **points_of(number), gid=f"marks-{metric}-{number}-{k}")
     if not shown:
         axes.text(0.5, 0.5, "no values", ha="center", transform=axes.transAxes)
     axes.set_title(title)
     axes.set_ylabel(unit)
     axes.set_ylim(0, 103)
-    _time_axis(axes, "milliseconds at most", shown)
+    time_axis(axes, "milliseconds at most", shown)
 
 
 def _throughput_panel(axes: Axes, name: str, records: Sequence[ServeRecord]) -> None:
@@ -215,10 +222,10 @@ def _throughput_panel(axes: Axes, name: str, records: Sequence[ServeRecord]) -> 
             shown += [run.ttft_ms[name] for run in runs]
             axes.plot(
                 [run.ttft_ms[name] for run in runs], [run.throughput for run in runs],
-                **_points(number, hollow=True), gid=f"runs-{name}-{number}",
+                **points_of(number, hollow=True), gid=f"runs-{name}-{number}",
             )  # fmt: skip
             at = (middle.ttft_ms[name], middle.throughput)
-            axes.plot(*([v] for v in at), **_points(number), gid=f"middle-{name}-{number}")
+            axes.plot(*([v] for v in at), **points_of(number), gid=f"middle-{name}-{number}")
             axes.annotate(
                 records[number].load, at, (0, 7), textcoords="offset points", ha="center",
                 fontsize=7,
@@ -228,7 +235,7 @@ def _throughput_panel(axes: Axes, name: str, records: Sequence[ServeRecord]) -> 
     most = max(run.throughput for record in records for run in record.runs)
     axes.set_ylim(0, 1.2 * most or 1.0)
     axes.margins(x=0.15)
-    _time_axis(axes, f"{name} of the time to first token, ms", shown)
+    time_axis(axes, f"{name} of the time to first token, ms", shown)
 
 
 def _with_ttft(record: ServeRecord, name: str) -> Iterator[ServeRun]:
@@ -245,10 +252,10 @@ def _legend_line(number: int, record: ServeRecord) -> Artist:
         label += f", {failed} failed and not drawn"
     # matplotlib leaves out labels that begin with an underscore.
     label = f" {label}" if label.startswith("_") else label
-    return Line2D([], [], **_look(number), label=label)
+    return Line2D([], [], **look_of(number), label=label)
 
 
-def _time_axis(axes: Axes, label: str, shown: Sequence[float]) -> None:
+def time_axis(axes: Axes, label: str, shown: Sequence[float]) -> None:
     """By powers of ten where times lie far apart, from 0 otherwise."""
     if shown and min(shown) > 0 and max(shown) > _LOG_FROM * min(shown):
         axes.set_xscale("log")
@@ -262,7 +269,7 @@ def _time_axis(axes: Axes, label: str, shown: Sequence[float]) -> None:
         axes.set_xlabel(label)
 
 
-def _finish_below(figure: Figure, origins: Sequence[str], handles: Sequence[Artist] = ()) -> None:
+def finish_below(figure: Figure, origins: Sequence[str], handles: Sequence[Artist] = ()) -> None:
     """The legend, and in small print model, machine and commit, in a band below the panels."""
     width, height = figure.get_size_inches()
     most = int(width * _FOOTER_CHARACTERS_PER_INCH)
@@ -279,7 +286,7 @@ def _finish_below(figure: Figure, origins: Sequence[str], handles: Sequence[Arti
     figure.text(0.01, 0.06 / whole, "\n".join(lines), fontsize=6.5, color="0.35", gid="footer")
 
 
-def _look(n: int) -> dict[str, Any]:
+def look_of(n: int) -> dict[str, Any]:
     """Colour, marker and line style of the n-th of several."""
     return {
         "color": _COLOURS[n % len(_COLOURS)],
@@ -288,14 +295,17 @@ def _look(n: int) -> dict[str, Any]:
     }
 
 
-def _points(n: int, hollow: bool = False) -> dict[str, Any]:
-    look = _look(n) | {"linestyle": "none", "ms": 5.5, "alpha": 0.8}
+def points_of(n: int, hollow: bool = False) -> dict[str, Any]:
+    """Markers alone, of the n-th of several."""
+    look = look_of(n) | {"linestyle": "none", "ms": 5.5, "alpha": 0.8}
     return look | ({"markerfacecolor": "none"} if hollow else {})
 
 
-def _write_above(axes: Axes, x: float, y: float, text: str) -> None:
+def write_above(axes: Axes, x: float, y: float, text: str) -> None:
+    """A small text above a point."""
     axes.annotate(text, (x, y), (0, 6), textcoords="offset points", ha="center", fontsize=8)
 
 
-def _rounded(value: float) -> str:
+def rounded(value: float) -> str:
+    """Three figures or so."""
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}"

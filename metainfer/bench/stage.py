@@ -97,10 +97,13 @@ def sized(settings: EngineSettings, arch: Arch, longest: int, sequences: int) ->
 
 def _of_stage(stage: str, arch: Arch) -> dict[str, Any]:
     """What the stage fixes of the engine."""
-    fixed: dict[str, Any] = {}
+    if stage == TUNED:
+        return {}
+    fixed: dict[str, Any] = {"enforce_eager": True, "shared_expert_stream": "off"}
     if stage == GENERIC:
         # Operations that no layer binds, such as sampling, keep their own order.
         ops = dict.fromkeys(use.op for use in served_uses(arch, 1))
+        fixed["activations"] = "plain"
         fixed["kernel_order"] = ";".join(f"{op}={COMPOSED}" for op in ops)
     return fixed
 

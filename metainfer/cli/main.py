@@ -37,6 +37,10 @@ VERBS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "verify": ("metainfer.cli.verify", "Check every operation of a model on this card"),
         "bench serve": ("metainfer.cli.bench_serve", "Put load on a server and measure it"),
         "bench model": ("metainfer.cli.bench_model", "Measure this engine against transformers"),
+        "bench stages": (
+            "metainfer.cli.bench_stages",
+            "Measure generic, adapted and tuned settings in one run",
+        ),
         "bench ops": ("metainfer.cli.bench_ops", "Measure each operation against its floor"),
         "bench plot": ("metainfer.cli.bench_plot", "Draw records of bench serve or bench model"),
         "kernels list": (

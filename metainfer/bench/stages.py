@@ -1,0 +1,227 @@
+"""Settings of one engine at the same work, taking turns: who is first alternates every round.
+
+Every prompt is drawn anew for each round and each piece of work, so that no engine sees one twice.
+Engines are processes that stay loaded beside each other; where they do not fit, each turn of a
+setting is a process of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from metainfer.arch.record import Arch
+from metainfer.bench.contender import ENGINE
+from metainfer.bench.model import REST_S, Work
+from metainfer.bench.side_process import Refused, SideProcess, side_process
+from metainfer.bench.stage import Setting
+from metainfer.bench.stages_settings import AUTO, IN_TURNS, TOGETHER, StagesLoad
+from metainfer.bench.traffic import draw_arrivals, draw_prompts
+
+PREFILL, DECODE, TRAFFIC = "prefill", "decode", "traffic"
+
+
+@dataclass(frozen=True, slots=True)
+class Contestant:
+    """One side: how its process is set up (`bench.worker`)."""
+
+    name: str
+    setup: Mapping[str, Any]
+    threads: int
+
+
+@dataclass(slots=True)
+class SideRun:
+    """What one side said.
+
+    Attributes:
+        ready: its receipt.
+        turns: name of the work -> what it said after each turn that counts.
+        missing: name of the work -> why it was not done.
+        memory: its peaks, and how it counted tokens; the largest of its processes.
+    """
+
+    ready: dict[str, Any] = field(default_factory=dict)
+    turns: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+    peaks: dict[str, int | None] = field(default_factory=dict)
+    counted: dict[str, int] = field(default_factory=dict)
+
+    def close(self, process: SideProcess) -> None:
+        """Read what a process has to say at its end."""
+        for name, value in process.must("memory").items():
+            if name in ("peak_bytes", "device_peak_bytes"):
+                self.peaks[name] = max(filter(None, (value, self.peaks.get(name))), default=None)
+        for name in ("prompt_tokens", "cached_tokens"):
+            told = process.must("counted")[name]
+            self.counted[name] = self.counted.get(name, 0) + told
+
+
+@dataclass(frozen=True, slots=True)
+class StagesRun:
+    """Attributes:
+    engines: "together" or "in-turns".
+    sides: by name, in order.
+    rounds: that were completed.
+    """
+
+    engines: str
+    sides: Mapping[str, SideRun]
+    rounds: int
+
+
+def engine_contestant(setting: Setting, model: str, threads: int) -> Contestant:
+    setup = {"side": ENGINE, "model": model, "settings": asdict(setting.engine)}
+    return Contestant(setting.name, setup, threads)
+
+
+def works_of(load: StagesLoad) -> list[Work]:
+    """What is timed, in order."""
+    found = [Work(f"{PREFILL} {n}", PREFILL, 1, n, 1) for n in load.input_lens]
+    found += [
+        Work(f"{DECODE} batch {batch}", DECODE, batch, load.decode_context, load.decode_tokens)
+        for batch in load.decode_batches
+    ]
+    if load.requests:
+        pattern = load.pattern
+        found.append(Work(TRAFFIC, TRAFFIC, pattern.requests, pattern.longest, pattern.answer))
+    return found
+
+
+def measure(
+    load: StagesLoad,
+    contestants: Sequence[Contestant],
+    arch: Arch,
+    on_progress: Callable[[int, int], None],
+    on_step: Callable[[str], None],
+) -> StagesRun:
+    """Let all sides take turns.
+
+    Args:
+        on_progress: called with (turns taken, turns in all).
+        on_step: told in a few words what begins.
+
+    Raises UserError if a side cannot start or ends.
+    """
+    engines = load.engines
+    with ExitStack() as stack:
+        loaded: dict[str, SideProcess] = {}
+        if engines in (AUTO, TOGETHER):
+            try:
+                for one in contestants:
+                    on_step(f"loading {one.name}")
+                    loaded[one.name] = stack.enter_context(_process(one))
+                engines = TOGETHER
+            except Refused as error:
+                if engines == TOGETHER or not loaded:
+                    raise
+                on_step(f"beside the others it does not fit ({error.message}): engines in turns")
+                stack.close()
+                loaded, engines = {}, IN_TURNS
+        run = _Run(load, contestants, arch, loaded, on_progress)
+        on_step("taking turns")
+        rounds = run.rounds()
+        for name, process in loaded.items():
+            run.sides[name].close(process)
+        return StagesRun(engines, run.sides, rounds)
+
+
+def _process(one: Contestant) -> AbstractContextManager[SideProcess]:
+    return side_process(one.name, one.setup, one.threads)
+
+
+class _Run:
+    """The turns, and what was said so far."""
+
+    def __init__(
+        self,
+        load: StagesLoad,
+        contestants: Sequence[Contestant],
+        arch: Arch,
+        loaded: Mapping[str, SideProcess],
+        on_progress: Callable[[int, int], None],
+    ) -> None:
+        self.sides = {one.name: SideRun() for one in contestants}
+        for name, process in loaded.items():
+            self.sides[name].ready = process.ready
+        self._load = load
+        self._contestants = contestants
+        self._vocab_size = arch.vocab_size
+        self._loaded = loaded
+        self._on_progress = on_progress
+        self._done = 0
+        self._works = works_of(load)
+        budget_s = load.budget_s
+        self._until_s = None if budget_s is None else time.monotonic() + budget_s
+
+    def rounds(self) -> int:
+        """Take all turns that the time allows; returns how many rounds were completed."""
+        completed = 0
+        for number in range(1, self._load.rounds + 1):
+            order = list(self._contestants)[:: 1 if number % 2 else -1]
+            if self._loaded:
+                if number == 1:  # warms up, and is not kept
+                    self._interleaved(0, order)
+                whole = self._interleaved(number, order)
+            else:
+                turns = [self._alone(number, one) for one in order]
+                whole = all(turns)
+            completed += whole
+        return completed
+
+    def _interleaved(self, number: int, order: Sequence[Contestant]) -> bool:
+        """All works, each by one side after the other."""
+        for work in self._works:
+            for one in order:
+                if not self._turn(number, work, one.name, self._loaded[one.name]):
+                    return False
+        return True
+
+    def _alone(self, number: int, one: Contestant) -> bool:
+        """All works by one side in a process of its own, once to warm up and once that counts."""
+        if self._is_late():
+            return False
+        with _process(one) as process:
+            side = self.sides[one.name]
+            side.ready = side.ready or process.ready
+            whole = all(
+                self._turn(n, work, one.name, process) for work in self._works for n in (0, number)
+            )
+            side.close(process)
+        return whole
+
+    def _turn(self, number: int, work: Work, name: str, process: SideProcess) -> bool:
+        """Whether there was time for it. Turns of number 0 do not count."""
+        side = self.sides[name]
+        if work.name in side.missing:
+            return True
+        if self._is_late():
+            return False
+        time.sleep(REST_S)
+        said = process.ask(work.do, **self._asked(work, number))
+        self._done += 1
+        total = (self._load.rounds + 1) * len(self._works) * len(self._contestants)
+        self._on_progress(min(self._done, total), total)
+        if "failed" in said:
+            side.missing[work.name] = said["failed"]
+            side.turns.pop(work.name, None)
+        elif number:
+            side.turns.setdefault(work.name, []).append(said)
+        return True
+
+    def _asked(self, work: Work, number: int) -> dict[str, Any]:
+        """Fresh prompts, the same for all sides in one round."""
+        key = f"{self._load.seed}/{number}/{work.name}"
+        if work.do == TRAFFIC:
+            arrivals = draw_arrivals(self._load.pattern, key, self._vocab_size)
+            if not number:
+                arrivals = arrivals[: max(1, len(arrivals) // 4)]
+            return {"arrivals": [asdict(arrival) for arrival in arrivals]}
+        prompts = draw_prompts(key, work.batch, work.prompt_tokens, self._vocab_size)
+        return {"prompts": prompts, "count": work.count}
+
+    def _is_late(self) -> bool:
+        return self._until_s is not None and time.monotonic() > self._until_s

@@ -1,0 +1,259 @@
+"""`bench stages`: settings by name, traffic, turns that alternate, what the record says."""
+
+from __future__ import annotations
+
+import json
+import math
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from metainfer.arch.tiny import tiny_arch, tiny_config
+from metainfer.bench import stages
+from metainfer.bench.plot_stages import draw_stages
+from metainfer.bench.side_process import Refused
+from metainfer.bench.stage import parse_setting, sized
+from metainfer.bench.stages import Contestant, StagesRun, measure
+from metainfer.bench.stages_report import record, text_report
+from metainfer.bench.stages_settings import StagesLoad
+from metainfer.bench.traffic import Pattern, draw_arrivals
+from metainfer.core.errors import UserError
+from metainfer.ops.kernel_order import COMPOSED
+from metainfer.plan.settings import EngineSettings
+from tests.fakes.command import metainfer
+
+ARCH = tiny_arch()
+BASE = EngineSettings(max_num_seqs=3)
+MACHINE = {"cpu": {"model": "Some Processor", "physical_cores": 2}, "gpus": []}
+LOAD = StagesLoad(settings=("generic", "tuned"), rounds=3, input_lens=(32,), decode_batches=(4,))
+
+
+def test_a_setting_is_a_stage_and_flags() -> None:
+    assert parse_setting("tuned", BASE, ARCH).engine == BASE
+    generic = parse_setting("generic", BASE, ARCH).engine
+    assert generic.kernel_order is not None
+    assert f"moe.experts={COMPOSED}" in generic.kernel_order.split(";")
+    assert (generic.activations, generic.enforce_eager) == ("plain", True)
+    assert generic.max_num_seqs == 3
+    changed = parse_setting("adapted,--threads=2,--max-num-batched-tokens 4k", BASE, ARCH)
+    assert (changed.stage, changed.engine.threads) == ("adapted", 2)
+    assert (changed.engine.enforce_eager, changed.engine.shared_expert_stream) == (True, "off")
+    assert changed.engine.max_num_batched_tokens == 4000
+    order = "*=cpu,reference;moe.experts=cpu"
+    quoted = parse_setting(f"--kernel-order '{order}'", BASE, ARCH)
+    assert (quoted.stage, quoted.engine.kernel_order) == ("tuned", order)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("fastest", "'fastest' is no stage"),
+        ("tuned,--no-such-flag=1", "no-such-flag"),
+        ("tuned,--threads=many", "'many' is not a whole number"),
+        ("tuned,--threads=0", "--threads 0 is below 1"),
+        ("tuned '", "cannot be read"),
+    ],
+)
+def test_a_setting_that_is_none_is_refused(text: str, message: str) -> None:
+    with pytest.raises(UserError) as refused:
+        parse_setting(text, BASE, ARCH)
+    assert message in refused.value.message
+
+
+def test_engines_are_sized_by_the_work() -> None:
+    assert sized(EngineSettings(), ARCH, 100, 5).max_model_len == 164
+    assert sized(BASE, ARCH, 100, 5).max_num_seqs == 3
+    with pytest.raises(UserError, match="5000 tokens are more than the 4096"):
+        sized(BASE, ARCH, 5000, 1)
+
+
+def test_traffic_is_poisson_log_uniform_and_goes_on() -> None:
+    pattern = Pattern(400, 5.0, 10, 1000, 8, 0.3)
+    arrivals = draw_arrivals(pattern, "a", 512)
+    assert arrivals == draw_arrivals(pattern, "a", 512) != draw_arrivals(pattern, "b", 512)
+    gaps = [b.at_s - a.at_s for a, b in pairwise(arrivals)]
+    assert min(gaps) > 0
+    assert sum(gaps) / len(gaps) == pytest.approx(0.2, rel=0.2)
+    lengths = [len(arrival.prompt) for arrival in arrivals]
+    assert (min(lengths) >= 10, max(lengths) <= 1000) == (True, True)
+    middle = math.exp(sum(map(math.log, lengths)) / len(lengths))
+    assert middle == pytest.approx(100, rel=0.25)
+    later = [arrival for arrival in arrivals if arrival.continues]
+    assert 40 < len(later) < 160
+    for arrival in later:
+        assert any(
+            other.prompt == arrival.prompt[: len(other.prompt)]
+            for other in arrivals
+            if other.at_s < arrival.at_s
+        )
+    fresh = [arrival.prompt[:8] for arrival in arrivals if not arrival.continues]
+    assert len(set(fresh)) == len(fresh)
+
+
+class Scripted:
+    """A side that takes so many seconds a token, and notes what it was asked."""
+
+    def __init__(self, name: str, per_token_s: float, log: list[tuple[str, str]]) -> None:
+        self.title = name
+        self.ready = {"dtype": "float32", "longest_context": 4096}
+        self.prompts: list[tuple[int, ...]] = []
+        self._per_token_s = per_token_s
+        self._log = log
+
+    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
+        if do == "memory":
+            return {"peak_bytes": 5 * 10**8, "device_peak_bytes": 3 * 10**9}
+        if do == "counted":
+            return {"prompt_tokens": sum(map(len, self.prompts)), "cached_tokens": 0}
+        self._log.append((self.title, do))
+        if do == "traffic":
+            self.prompts += [tuple(arrival["prompt"]) for arrival in arguments["arrivals"]]
+            return {
+                "served": [
+                    {"ttft_s": 0.1, "tpot_s": 0.01, "ended_s": 2.0 + n, "prompt_tokens": 9,
+                     "output_tokens": 4, "cached_tokens": 0}
+                    for n, _ in enumerate(arguments["arrivals"])
+                ],
+                "joules": 50.0,
+            }  # fmt: skip
+        self.prompts += map(tuple, arguments["prompts"])
+        if do == "prefill" and self.title == "generic" and len(self.prompts[-1]) > 1000:
+            return {"failed": "CUDA out of memory"}
+        tokens = sum(map(len, arguments["prompts"]))
+        if do == "decode":
+            tokens = len(arguments["prompts"]) * (arguments["count"] - 1)
+        seconds = tokens * self._per_token_s
+        return {"tokens": tokens, "seconds": seconds, "joules": 2.0, "clocks": {"sm_mhz": 1500}}
+
+    must = ask
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """Sides without processes; gives the log of their turns."""
+    log: list[tuple[str, str]] = []
+
+    @contextmanager
+    def process(one: Contestant) -> Iterator[Scripted]:
+        yield Scripted(one.name, 0.01 if one.name == "generic" else 0.002, log)
+
+    monkeypatch.setattr(stages, "_process", process)
+    monkeypatch.setattr(stages, "REST_S", 0.0)
+    return log
+
+
+def run(load: StagesLoad) -> StagesRun:
+    sides = [Contestant(name, {}, 1) for name in load.settings]
+    return measure(load, sides, ARCH, lambda *_: None, lambda _: None)
+
+
+def test_turns_alternate_and_the_first_round_is_not_kept(scripted: list[tuple[str, str]]) -> None:
+    measured = run(LOAD)
+    assert (measured.engines, measured.rounds) == ("together", 3)
+    prefills = [name for name, do in scripted if do == "prefill"]
+    assert prefills == ["generic", "tuned"] * 2 + ["tuned", "generic"] + ["generic", "tuned"]
+    assert {len(turns) for side in measured.sides.values() for turns in side.turns.values()} == {3}
+    made = record(measured, LOAD, "tiny", ARCH, MACHINE)
+    prefill, decode, traffic = made["works"]
+    assert prefill["sides"]["tuned"]["tokens_per_s"] == pytest.approx(500)
+    assert prefill["sides"]["generic"]["ttft_s_p95"] == pytest.approx(0.32)
+    assert decode["sides"]["tuned"]["tpot_s"] == pytest.approx(0.008)
+    assert decode["sides"]["tuned"]["tokens_per_joule"] is None  # in under a second
+    assert decode["sides"]["generic"]["tokens_per_joule"] == pytest.approx(4 * 31 / 2)
+    assert traffic["sides"]["tuned"]["requests"] == 3 * LOAD.requests
+    assert made["sides"]["tuned"]["clocks"] == {"sm_mhz": [1500, 1500]}
+    assert made["sides"]["tuned"]["tokens"]["cached_tokens"] == 0
+    text = text_report(made)
+    assert "5.00 x" in text
+    assert "engines beside each other" in text
+    assert json.loads(json.dumps(made, default=str))["rounds"] == 3
+
+
+def test_no_prompt_comes_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = StagesLoad(settings=("tuned",), rounds=2, input_lens=(16, 24), multi_turn=0.0)
+    side = Scripted("tuned", 0.001, [])
+    monkeypatch.setattr(stages, "_process", lambda _: nullcontext(side))
+    monkeypatch.setattr(stages, "REST_S", 0.0)
+    run(load)
+    assert len(set(side.prompts)) == len(side.prompts) > 20
+
+
+def test_engines_that_do_not_fit_together_are_loaded_in_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log: list[tuple[str, str]] = []
+    loaded: list[str] = []
+
+    @contextmanager
+    def process(one: Contestant) -> Iterator[Scripted]:
+        if loaded:
+            raise Refused(f"{one.name} does not fit")
+        loaded.append(one.name)
+        yield Scripted(one.name, 0.001, log)
+        loaded.remove(one.name)
+
+    monkeypatch.setattr(stages, "_process", process)
+    monkeypatch.setattr(stages, "REST_S", 0.0)
+    measured = run(LOAD)
+    assert (measured.engines, measured.rounds) == ("in-turns", 3)
+    made = record(measured, LOAD, "tiny", ARCH, MACHINE)
+    assert made["engines"] == "in-turns"
+    # Each piece of work twice in a process: once to warm up, once that counts.
+    prefills = [name for name, do in log if do == "prefill"]
+    assert prefills == ["generic"] * 2 + ["tuned"] * 4 + ["generic"] * 4 + ["tuned"] * 2
+    assert all(
+        len(work["sides"]["tuned"].get("seconds", [0] * 3)) == 3 for work in made["works"][:2]
+    )
+    with pytest.raises(UserError, match="tuned does not fit"):
+        run(replace(LOAD, engines="together"))
+
+
+def test_what_fails_is_named_and_the_rest_goes_on(scripted: list[tuple[str, str]]) -> None:
+    load = StagesLoad(
+        settings=("generic", "tuned"), rounds=1, input_lens=(32, 2000), decode_batches=(1,),
+        requests=0,
+    )  # fmt: skip
+    made = record(run(load), load, "tiny", ARCH, MACHINE)
+    assert made["sides"]["generic"]["missing"] == {"prefill 2000": "CUDA out of memory"}
+    long = next(work for work in made["works"] if work["name"] == "prefill 2000")
+    assert set(long["sides"]) == {"tuned"}
+    assert "generic, prefill 2000: CUDA out of memory" in text_report(made)
+    picture = ET.fromstring(draw_stages(made))
+    ids = {element.get("id", "") for element in picture.iter()}
+    assert {"input-0", "input-1", "tpot-0-0", "device_peak_bytes-1"} <= ids
+
+
+def test_no_round_begins_behind_the_budget(scripted: list[tuple[str, str]]) -> None:
+    load = StagesLoad(settings=("tuned",), rounds=2, input_lens=(32,), budget_s=0.0)
+    measured = run(load)
+    assert (measured.rounds, scripted) == (0, [])
+
+
+def test_the_verb_measures_a_config_without_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config()))
+    ran = metainfer(
+        "bench", "stages", str(tmp_path), "--load-format", "dummy", "--layers", "4", "--device",
+        "cpu", "--settings", "tuned", "--rounds", "1", "--input-lens", "40", "--decode-batches",
+        "2", "--decode-context", "20", "--decode-len", "4", "--num-prompts", "2",
+        "--request-rate", "50", "--traffic-lens", "8", "30", "--traffic-output-len", "3",
+        "--engines", "in-turns", "--save-result", "--result-dir", str(tmp_path),
+    )  # fmt: skip
+    assert ran.code == 0, ran.err
+    assert "each turn of a setting in a process of its own" in ran.out
+    made = json.loads((tmp_path / "bench-stages.json").read_text())
+    assert (tmp_path / "bench-stages.svg").is_file()
+    assert made["arch"]["layers"] == 4
+    side = made["sides"]["tuned"]
+    assert side["receipt"]["settings"]["load_format"] == "dummy"
+    assert side["receipt"]["plan"]["device"]["value"] == "cpu"
+    assert side["tokens"]["cached_tokens"] == 0
+    assert side["tokens"]["prompt_tokens"] >= 2 * 40
+    assert side["receipt"]["longest_context"] == 4096
+    assert {work["do"] for work in made["works"]} == {"prefill", "decode", "traffic"}
+    assert all(work["sides"]["tuned"]["tokens_per_joule"] is None for work in made["works"])
