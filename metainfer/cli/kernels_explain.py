@@ -107,7 +107,7 @@ def _explained(op: Op, cases: Sequence[Any], targets: Sequence[str]) -> list[dic
                     "case": asdict(case),
                     "target": name,
                     "chosen": choice.backend,
-                    "order": list(registry.capabilities(target).default_order),
+                    "order": list(registry.capabilities(target).default_order_of(op.name)),
                     "verdicts": [
                         {"backend": backend, "serves": verdict.ok, "reason": verdict.reason}
                         for backend, verdict in registry.explain(op.name, case, target)

@@ -47,8 +47,9 @@ def _gpu_backends(launch: Launcher | None) -> tuple[Backend, ...]:
         return ()
     # Triton takes a while to import, and needs not be installed where there is no GPU.
     from metainfer.kernels.cuda.backends import cuda_backends
+    from metainfer.kernels.torch_products import torch_backends
     from metainfer.kernels.triton import triton_backends
     from metainfer.kernels.triton.launch import JitLauncher
 
     launch = launch or JitLauncher()
-    return (*cuda_backends(launch), *triton_backends(launch))
+    return (*cuda_backends(launch), *triton_backends(launch), *torch_backends(launch))

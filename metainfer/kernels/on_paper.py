@@ -60,7 +60,7 @@ def choose(registry: Registry, op: str, case: Any, target: Target, order: str = 
     able = registry.capabilities(target)
     backends = registry.backends(op)
     refused = []
-    for name in allowed(op, parse_order(order, able.backends), able.default_order):
+    for name in allowed(op, parse_order(order, able.backends), able.default_order_of(op)):
         if name not in backends:
             refused.append((name, NO_KERNEL))
             continue

@@ -22,7 +22,20 @@ from metainfer.ops.kernel_order import REFERENCE, allowed, parse_order
 # Backends that are tried when the plan names none, by target type. A reference on an accelerator
 # is a slow path that nobody asked for, so it must be named.
 _DEFAULT_ORDER: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {"cpu": ("native", "cpu", REFERENCE), "cuda": ("cuda", "triton")}
+    {"cpu": ("native", "cpu", REFERENCE), "cuda": ("cuda", "triton", "torch")}
+)
+# Where another backend is surely faster than the first of these: products of many rows in cuBLAS.
+_TORCH_FIRST = ("cuda", "torch", "triton")
+_ORDER_OF: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "cuda": MappingProxyType(
+            {
+                "linear.dense": _TORCH_FIRST,
+                "linear.fp8_rows": _TORCH_FIRST,
+                "linear.grouped_fp8_rows": _TORCH_FIRST,
+            }
+        )
+    }
 )
 
 
@@ -146,11 +159,13 @@ class Registry:
             target=target,
             backends=MappingProxyType({op: tuple(by) for op, by in self._table.items()}),
             default_order=default,
+            order_of=_ORDER_OF.get(target.type, MappingProxyType({})),
             expanding=frozenset(backend.name for backend in backends if backend.expands),
         )
 
     def _candidates(self, op: str, target: Target, order: str) -> tuple[str, ...]:
-        names = allowed(op, self._parse(order), _DEFAULT_ORDER.get(target.type, ()))
+        default = _ORDER_OF.get(target.type, {}).get(op, _DEFAULT_ORDER.get(target.type, ()))
+        names = allowed(op, self._parse(order), default)
         return tuple(name for name in names if name in self._table[op])
 
     def _parse(self, order: str) -> Mapping[str, tuple[str, ...]]:

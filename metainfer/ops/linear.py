@@ -374,6 +374,7 @@ GROUPED_FP8_ROWS = Op(
         GroupedFp8RowsCase(2, 128, 256, dtype="float32"),
         GroupedFp8RowsCase(3, 96, 64, (32, 32), 32),
         GroupedFp8RowsCase(2, 72, 128, scale="fp32"),
+        GroupedFp8RowsCase(3, 128, 128),
     ),
     cost=_fp8_rows_cost,
     tolerance=Tolerance(float32=2e-3),
