@@ -4,21 +4,26 @@ It knows one idea, "computed < known": rows are given to sequences until the cac
 tokens, and then a sampled token becomes known. A decoding sequence is one with a single pending
 token; a prompt, or a sequence that lost its cache, has more. Preemption drops what was computed
 and keeps what is known, so nothing is lost and recomputing it is ordinary work. No torch.
+
+A step may be made before the results of the one before it are read: what is certain of them counts
+as done, and a token that is not known yet is asked of the device (`step.IN_FLIGHT`). A sequence
+that those results turn out to have ended has computed a row too much, which is dropped.
 """
 
 from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from metainfer.arch.cache_kinds import BLOCK_TOKENS, blocks_for
 from metainfer.core.events import EngineEvent, FinishEvent, FinishReason, PromptEvent, TokenEvent
 from metainfer.llm.admission import Limits, check_request, max_total_tokens
+from metainfer.llm.assignment import Assignment, sequence_step
 from metainfer.llm.blocks import BlockPool, InvariantError
 from metainfer.llm.policy import Policies
 from metainfer.llm.request import Request
-from metainfer.llm.sequence import Sequence
+from metainfer.llm.sequence import Sequence, check_sequence
 from metainfer.llm.step import SequenceOutput, SequenceStep, Step, StepKind, StepOutput
 
 
@@ -35,26 +40,17 @@ class Counters:
     errors: int = 0
 
 
-@dataclass(slots=True)
-class _Assignment:
-    """Rows given out so far in the step that is being put together."""
+@dataclass(frozen=True, slots=True)
+class _Passenger:
+    """A sequence that a step in flight has rows of, and which of its lives they belong to."""
 
-    left: int
-    rows: dict[Sequence, int] = field(default_factory=dict)
-    preempted: list[Sequence] = field(default_factory=list)
-
-    def give(self, sequence: Sequence, rows: int) -> None:
-        self.rows[sequence] = rows
-        self.left -= rows
-
-    def take_back(self, sequence: Sequence) -> None:
-        self.left += self.rows.pop(sequence, 0)
-        self.preempted.append(sequence)
+    sequence: Sequence
+    life: int
 
 
 class Scheduler:
-    """Used by one thread. `step()` and `update()` (or `fail()`) alternate; `add()` and `abort()`
-    may come at any time between them."""
+    """Used by one thread. Each `step()` is followed by `update()` or `fail()`, in the order of the
+    steps; other steps may be made before. `add()` and `abort()` may come at any time between."""
 
     def __init__(self, limits: Limits, policies: Policies | None = None) -> None:
         if limits.max_num_batched_tokens < 2:
@@ -67,6 +63,7 @@ class Scheduler:
         self._running: list[Sequence] = []  # in queue order, each with a slot
         self._waiting: list[Sequence] = []  # in queue order, holding nothing
         self._forgotten: list[str] = []
+        self._flights: dict[int, tuple[_Passenger, ...]] = {}  # by number of step
         self._arrivals = 0
         self._services = 0
 
@@ -109,8 +106,11 @@ class Scheduler:
 
     def fail(self, step: Step, error: str) -> list[EngineEvent]:
         """End all requests of a step that could not be computed."""
-        parts = (self._current(part) for part in step.sequences)
-        return [self._finish(s, FinishReason.ERROR, error=error) for s in parts if s is not None]
+        events: list[EngineEvent] = []
+        for passenger in self._land(step):
+            if self._is_live(passenger.sequence):
+                events.append(self._finish(passenger.sequence, FinishReason.ERROR, error=error))
+        return events
 
     def end_all(self, reason: FinishReason, error: str | None = None) -> list[EngineEvent]:
         """End every request."""
@@ -119,25 +119,26 @@ class Scheduler:
     # ---- the next step ----
 
     def step(self) -> Step | None:
-        """The next step; None if there is no request. While there is one, there is a step."""
-        assignment = _Assignment(self.limits.max_num_batched_tokens)
+        """The next step; None if there is no request. While there is one, there is a step, unless
+        all must wait for the results of steps in flight."""
+        assignment = Assignment(self.limits.max_num_batched_tokens)
         self._serve_decodes(assignment)
         self._serve_prefills(assignment)
         if not assignment.rows:
-            if self._live:
+            if self._live and not self._flights:
                 raise InvariantError(f"none of {len(self._live)} requests could be given a row")
             return None
         return self._build(assignment)
 
-    def _serve_decodes(self, assignment: _Assignment) -> None:
+    def _serve_decodes(self, assignment: Assignment) -> None:
         """One row (and the drafted ones) for each sequence with a single pending token. Where not
         all can have one, those served longest ago come first."""
-        decodes = [s for s in self._running if s.pending == 1]
+        decodes = [s for s in self._running if s.pending == 1 and not self._must_wait(s)]
         for sequence in decodes if self._policies.drafter is not None else ():
             self._draft(sequence)
         wanted = sum(1 + len(s.drafts) for s in decodes)
         can_admit = bool(self._waiting) and self.pool.slots.num_free > 0
-        prefill_waits = can_admit or len(decodes) < len(self._running)
+        prefill_waits = can_admit or any(s.pending > 1 for s in self._running)
         quota = self._policies.split.decode_rows(assignment.left, prefill_waits)
         if wanted > quota:
             decodes.sort(key=lambda s: s.served_at)
@@ -153,14 +154,22 @@ class Scheduler:
                 assignment.give(sequence, rows)
                 quota -= rows
 
+    def _must_wait(self, sequence: Sequence) -> bool:
+        """Whether results of a step in flight must be read first. Drafting needs all tokens."""
+        has_drafter = self._policies.drafter is not None
+        return sequence.must_wait or (has_drafter and sequence.unread > 0)
+
     def _draft(self, sequence: Sequence) -> None:
         most = min(self.limits.draft_rows, sequence.max_total - len(sequence.tokens) - 1)
         drafter = self._policies.drafter
         sequence.drafts = drafter.propose(sequence, most) if drafter and most > 0 else ()
 
-    def _serve_prefills(self, assignment: _Assignment) -> None:
+    def _serve_prefills(self, assignment: Assignment) -> None:
         """Split what is left among prompts that run and prompts that can be admitted."""
-        candidates = [s for s in self._running if s.pending > 1] + self._admissible(assignment)
+        candidates = [
+            *(s for s in self._running if s.pending > 1 and not self._must_wait(s)),
+            *self._admissible(assignment),
+        ]
         candidates.sort(key=_order)
         shares = self._policies.split.prefill_rows([s.pending for s in candidates], assignment.left)
         for sequence, share in zip(candidates, shares, strict=True):
@@ -174,7 +183,7 @@ class Scheduler:
             if rows > 0:
                 assignment.give(sequence, rows)
 
-    def _admissible(self, assignment: _Assignment) -> list[Sequence]:
+    def _admissible(self, assignment: Assignment) -> list[Sequence]:
         """Waiting sequences, in order, for which there is a slot and room for all their known
         tokens, counting what running prompts will still need and a block for each running sequence
         to grow into. The first that does not fit keeps those behind it waiting, or it might wait
@@ -184,8 +193,8 @@ class Scheduler:
         room = self.pool.blocks.num_free - sum(_missing_blocks(s) for s in self._running)
         admissible: list[Sequence] = []
         for sequence in self._waiting[: self.pool.slots.num_free]:
-            room -= blocks_for(len(sequence.tokens))
-            if room < len(self._running) + len(admissible):
+            room -= blocks_for(sequence.known)
+            if sequence.must_wait or room < len(self._running) + len(admissible):
                 break
             admissible.append(sequence)
         return admissible
@@ -197,7 +206,7 @@ class Scheduler:
 
     # ---- blocks ----
 
-    def _reserve(self, sequence: Sequence, rows: int, assignment: _Assignment) -> bool:
+    def _reserve(self, sequence: Sequence, rows: int, assignment: Assignment) -> bool:
         """Blocks for `rows` more rows, preempting others where the policy says so."""
         missing = blocks_for(sequence.computed + rows) - len(sequence.blocks)
         if missing <= 0:
@@ -211,7 +220,7 @@ class Scheduler:
         sequence.blocks += self.pool.blocks.allocate(missing)
         return True
 
-    def _reserve_up_to(self, sequence: Sequence, rows: int, assignment: _Assignment) -> int:
+    def _reserve_up_to(self, sequence: Sequence, rows: int, assignment: Assignment) -> int:
         """Like `_reserve`, but content with fewer rows; returns how many."""
         if self._reserve(sequence, rows, assignment):
             return rows
@@ -233,11 +242,13 @@ class Scheduler:
 
     # ---- Step ----
 
-    def _build(self, assignment: _Assignment) -> Step:
+    def _build(self, assignment: Assignment) -> Step:
         step_id = self.counters.steps
         self.counters.steps += 1
         short: list[SequenceStep] = []
         long: list[SequenceStep] = []
+        short_riders: list[_Passenger] = []
+        long_riders: list[_Passenger] = []
         admitted: list[Request] = []
         for sequence, rows in assignment.rows.items():
             sequence.served_at = self._services
@@ -245,8 +256,14 @@ class Scheduler:
             if not sequence.introduced:
                 sequence.introduced = True
                 admitted.append(sequence.request)
-            part = _sequence_step(sequence, rows)
-            (short if rows <= 1 + self.limits.draft_rows else long).append(part)
+            part = sequence_step(sequence, rows)
+            is_short = rows <= 1 + self.limits.draft_rows
+            (short if is_short else long).append(part)
+            (short_riders if is_short else long_riders).append(_Passenger(sequence, sequence.life))
+            sequence.computed += rows
+            sequence.unread += part.sample_rows
+            sequence.drafts = ()
+        self._flights[step_id] = (*short_riders, *long_riders)
         forgotten, self._forgotten = tuple(self._forgotten), []
         kind = StepKind.MIXED if short and long else StepKind.DECODE if short else StepKind.PREFILL
         return Step(
@@ -262,35 +279,38 @@ class Scheduler:
     # ---- results ----
 
     def update(self, step: Step, output: StepOutput) -> list[EngineEvent]:
-        """Take in what the step gave; sequences that were aborted meanwhile are passed over."""
+        """Take in what the step gave; sequences that ended meanwhile are passed over."""
         events: list[EngineEvent] = []
-        for part, result in zip(step.sequences, output.sequences, strict=True):
-            sequence = self._current(part)
-            if sequence is not None:
-                events.extend(self._advance(sequence, part, result))
+        riders = self._land(step)
+        for part, rider, result in zip(step.sequences, riders, output.sequences, strict=True):
+            if self._is_live(rider.sequence):
+                events.extend(self._advance(rider, part, result))
         return events
 
-    def _current(self, part: SequenceStep) -> Sequence | None:
-        """The sequence of `part`, if it still is where the step left it."""
-        sequence = self._live.get(part.request_id)
-        if sequence is None or sequence.slot != part.state_slot or sequence.computed != part.start:
-            return None
-        return sequence
+    def _land(self, step: Step) -> tuple[_Passenger, ...]:
+        """Whoever was in `step`, which is over. What it samples is not unread any more."""
+        passengers = self._flights.pop(step.step_id)
+        for part, passenger in zip(step.sequences, passengers, strict=True):
+            passenger.sequence.unread -= part.sample_rows
+        return passengers
+
+    def _is_live(self, sequence: Sequence) -> bool:
+        return self._live.get(sequence.request.request_id) is sequence
 
     def _advance(
-        self, sequence: Sequence, part: SequenceStep, result: SequenceOutput
+        self, rider: _Passenger, part: SequenceStep, result: SequenceOutput
     ) -> Iterator[EngineEvent]:
+        sequence = rider.sequence
         if result.error is not None:
             yield self._finish(sequence, FinishReason.ERROR, error=result.error)
             return
-        # Rows of rejected drafts do not count as computed: they are written again.
-        rejected = part.sample_rows - len(result.token_ids)
-        sequence.computed += len(part.token_ids) - rejected
-        sequence.drafts = ()
+        if sequence.life == rider.life:
+            # Rows of rejected drafts do not count as computed: they are written again.
+            sequence.computed -= part.sample_rows - len(result.token_ids)
         if result.prompt_logprobs is not None:
             sequence.wants_prompt_logprobs = False
             yield PromptEvent(part.request_id, result.prompt_logprobs)
-        taken, finish = self._take_tokens(sequence, result.token_ids)
+        taken, finish = self._take_tokens(sequence, part, result.token_ids)
         if taken:
             logprobs = result.logprobs[:taken]
             yield TokenEvent(part.request_id, result.token_ids[:taken], logprobs)
@@ -302,7 +322,7 @@ class Scheduler:
             yield self._finish(sequence, finish)
 
     def _take_tokens(
-        self, sequence: Sequence, token_ids: tuple[int, ...]
+        self, sequence: Sequence, part: SequenceStep, token_ids: tuple[int, ...]
     ) -> tuple[int, FinishReason | None]:
         """Make tokens known up to the one that ends the sequence; (how many to report, ending).
         A stop token is known and counted, but not reported as output."""
@@ -315,7 +335,7 @@ class Scheduler:
                 return i, FinishReason.STOP
             if len(sequence.tokens) == sequence.max_total:
                 return i + 1, FinishReason.LENGTH
-        if sequence.computed == sequence.max_total:  # max_tokens is 0
+        if part.start + len(part.token_ids) == sequence.max_total:  # max_tokens is 0
             self.counters.prompt_tokens += sequence.num_prompt
             return 0, FinishReason.LENGTH
         return len(token_ids), None
@@ -348,7 +368,7 @@ class Scheduler:
             if [s.order for s in queue] != sorted(s.order for s in queue):
                 raise InvariantError("a queue is out of order")
             for sequence in queue:
-                _check_sequence(sequence, runs)
+                check_sequence(sequence, runs)
         queued = [s.request.request_id for s in self._running + self._waiting]
         if sorted(queued) != sorted(self._live):
             raise InvariantError("the queues do not hold exactly the live requests")
@@ -364,37 +384,4 @@ def _order(sequence: Sequence) -> tuple[int, int]:
 
 def _missing_blocks(sequence: Sequence) -> int:
     """Blocks that a running sequence still needs for its known tokens."""
-    return max(0, blocks_for(len(sequence.tokens)) - len(sequence.blocks))
-
-
-def _sequence_step(sequence: Sequence, rows: int) -> SequenceStep:
-    start, end, known = sequence.computed, sequence.computed + rows, len(sequence.tokens)
-    # The row of the last known token, and those of drafts behind it, are sampled.
-    samples = end >= known and sequence.max_total > known
-    if sequence.slot is None:
-        raise InvariantError(f"request {sequence.request.request_id} runs without a slot")
-    return SequenceStep(
-        request_id=sequence.request.request_id,
-        state_slot=sequence.slot,
-        blocks=sequence.blocks,
-        start=start,
-        token_ids=(*sequence.tokens[start:end], *sequence.drafts[: max(0, end - known)]),
-        sample_rows=end - known + 1 if samples else 0,
-        prompt_logprobs=sequence.wants_prompt_logprobs and start < sequence.num_prompt,
-        resets_state=start == 0,
-    )
-
-
-def _check_sequence(sequence: Sequence, runs: bool) -> None:
-    name = sequence.request.request_id
-    if runs != (sequence.slot is not None):
-        raise InvariantError(f"request {name} is in the wrong queue")
-    if not 0 <= sequence.computed < len(sequence.tokens) <= sequence.max_total:
-        raise InvariantError(
-            f"request {name} computed {sequence.computed} of {len(sequence.tokens)} known tokens,"
-            f" at most {sequence.max_total}"
-        )
-    if sequence.computed > 0 and len(sequence.blocks) < blocks_for(sequence.computed):
-        raise InvariantError(f"request {name} lacks blocks for what it computed")
-    if not runs and (sequence.blocks or sequence.computed):
-        raise InvariantError(f"request {name} waits but holds a part of the cache")
+    return max(0, blocks_for(sequence.known) - len(sequence.blocks))

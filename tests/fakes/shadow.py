@@ -1,7 +1,8 @@
 """A stand-in for model and cache that remembers, per block and slot, which tokens were written.
 
 It answers every step with tokens that depend on the whole sequence alone, and complains if a step
-would read anything but the tokens that its sequence has written.
+would read anything but the tokens that its sequence has written. A token in flight is the last one
+that it has drawn for the slot.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from metainfer.arch.cache_kinds import BLOCK_TOKENS
 from metainfer.core.events import TokenLogprob
 from metainfer.llm.request import Request
-from metainfer.llm.step import SequenceOutput, SequenceStep, Step, StepOutput
+from metainfer.llm.step import IN_FLIGHT, SequenceOutput, SequenceStep, Step, StepOutput
 
 
 def next_token(tokens: tuple[int, ...], vocab_size: int) -> int:
@@ -26,6 +27,8 @@ class ShadowRunner:
         self.draft_rows = draft_rows
         self.blocks: dict[int, list[int | None]] = {}
         self.slots: dict[int, tuple[int, ...]] = {}
+        self.last_drawn: dict[int, tuple[str, int]] = {}  # by slot: for whom, and what
+        self.num_unread = 0
         self.requests: dict[str, Request] = {}
         self.rows_computed = 0
 
@@ -54,20 +57,34 @@ class ShadowRunner:
         for position in range(part.start):
             block = self.blocks[part.blocks[position // BLOCK_TOKENS]]
             assert block[position % BLOCK_TOKENS] == before[position], "a block was overwritten"
-        for position, token in enumerate(part.token_ids, part.start):
+        token_ids = self._read(part)
+        for position, token in enumerate(token_ids, part.start):
             block = self.blocks.setdefault(
                 part.blocks[position // BLOCK_TOKENS], [None] * BLOCK_TOKENS
             )
             block[position % BLOCK_TOKENS] = token
-        written = before + part.token_ids
+        written = before + token_ids
         self.slots[part.state_slot] = written
         prompt = self.requests[part.request_id].prompt_token_ids
         assert written[: len(prompt)] == prompt[: len(written)]
+        drawn = self._sample(written, part.sample_rows)
+        if drawn:
+            self.last_drawn[part.state_slot] = part.request_id, drawn[-1]
         return SequenceOutput(
             part.request_id,
-            self._sample(written, part.sample_rows),
+            drawn,
             prompt_logprobs=self._prompt_logprobs(part, prompt),
         )
+
+    def _read(self, part: SequenceStep) -> tuple[int, ...]:
+        """The tokens of the rows of `part`."""
+        if IN_FLIGHT not in part.token_ids:
+            return part.token_ids
+        assert part.token_ids == (IN_FLIGHT,) and part.start > 0
+        owner, token = self.last_drawn[part.state_slot]
+        assert owner == part.request_id, "the last token of the slot is another sequence's"
+        self.num_unread += 1
+        return (token,)
 
     def _sample(self, written: tuple[int, ...], sample_rows: int) -> tuple[int, ...]:
         """Draws behind each sampled row, as long as the drafts in the following rows are right."""

@@ -15,7 +15,7 @@ from metainfer.llm.policy import Policies, SharedBudget
 from metainfer.llm.request import Request, SamplingParams
 from metainfer.llm.scheduler import Scheduler
 from metainfer.llm.sequence import Sequence
-from metainfer.llm.step import SequenceOutput, StepKind, StepOutput
+from metainfer.llm.step import SequenceOutput, Step, StepKind, StepOutput
 from tests.fakes.shadow import ShadowRunner, next_token
 
 VOCAB, EOS = 50, 7
@@ -78,15 +78,41 @@ class Collected:
                     self.finished[request_id] = event
 
 
-def drive(scheduler: Scheduler, requests, steps: int = 10_000, runner=None) -> Collected:
+class Ahead:
+    """Makes steps of a scheduler, `depth` of them before the results of the first are read."""
+
+    def __init__(self, scheduler: Scheduler, runner: ShadowRunner, depth: int) -> None:
+        self.scheduler, self.runner, self.depth = scheduler, runner, depth
+        self.flights: list[tuple[Step, StepOutput]] = []
+
+    def advance(self, between=lambda: None) -> list | None:
+        """Events of a step that is done, None if there is none and nothing to do; `between` is
+        called while steps are in flight."""
+        step = self.scheduler.step()
+        self.scheduler.check()
+        if step is not None:
+            self.flights.append((step, self.runner.execute(step)))
+        between()
+        if step is not None and len(self.flights) <= self.depth:
+            return []
+        if not self.flights:
+            return None
+        events = self.scheduler.update(*self.flights.pop(0))
+        self.scheduler.check()
+        return events
+
+
+def drive(
+    scheduler: Scheduler, requests, steps: int = 10_000, runner=None, depth: int = 0
+) -> Collected:
     limits = scheduler.limits
     runner = runner or ShadowRunner(VOCAB, limits.max_num_batched_tokens, limits.draft_rows)
     seen = Collected()
     for each in requests:
         scheduler.add(each)
-    while (step := scheduler.step()) is not None:
-        seen.take(scheduler.update(step, runner.execute(step)))
-        scheduler.check()
+    ahead = Ahead(scheduler, runner, depth)
+    while (events := ahead.advance()) is not None:
+        seen.take(events)
         steps -= 1
         assert steps > 0, "the scheduler goes on for ever"
     assert not scheduler.has_work
@@ -339,7 +365,7 @@ operations = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=60)
 @given(
     crowd=st.lists(additions, min_size=3, max_size=8),
     history=st.lists(operations, min_size=4, max_size=30),
@@ -347,8 +373,9 @@ operations = st.one_of(
     budget=st.sampled_from([2, 3, 17, 64, 300]),
     num_blocks=st.integers(5, 9),
     draft_rows=st.sampled_from([0, 0, 2]),
+    depth=st.integers(0, 1),
 )
-def test_any_history(crowd, history, max_num_seqs, budget, num_blocks, draft_rows):
+def test_any_history(crowd, history, max_num_seqs, budget, num_blocks, draft_rows, depth):
     """Adds, aborts and steps in any order: budgets hold (the shadow asserts it), the cache never
     holds a stranger's token, every request ends as if it had been alone, and all is freed."""
     limits = replace(
@@ -371,16 +398,10 @@ def test_any_history(crowd, history, max_num_seqs, budget, num_blocks, draft_row
             aborted.update(e.request_id for e in events)
             seen.take(events)
 
-    def one_step(abort_number: int | None = None) -> None:
-        step = scheduler.step()
-        if step is None:
-            return
-        scheduler.check()
-        output = runner.execute(step)
-        if abort_number is not None:
-            abort(abort_number)
-        seen.take(scheduler.update(step, output))
-        scheduler.check()
+    ahead = Ahead(scheduler, runner, depth)
+
+    def one_step(between=lambda: None) -> None:
+        seen.take(ahead.advance(between) or [])
 
     for operation in crowd + history:
         match operation:
@@ -398,18 +419,20 @@ def test_any_history(crowd, history, max_num_seqs, budget, num_blocks, draft_row
             case ("abort", number):
                 abort(number)
             case ("abort in flight", number):
-                one_step(number)
+                one_step(lambda: abort(number))
             case ("preempt", number) if number < scheduler.num_running:
                 scheduler._preempt(scheduler._running[number])
             case ("step", count):
                 for _ in range(count):
                     one_step()
         scheduler.check()
-    seen_at_end = drive(scheduler, [], steps=60_000, runner=runner)
-    for name, tokens in seen_at_end.tokens.items():
-        seen.tokens.setdefault(name, []).extend(tokens)
-    seen.finished.update(seen_at_end.finished)
-    seen.prompts.update(seen_at_end.prompts)
+    for _ in range(60_000):
+        events = ahead.advance()
+        if events is None:
+            break
+        seen.take(events)
+    assert not scheduler.has_work
+    scheduler.pool.check((), ())
     whole = [r for r in requests if r.request_id not in aborted]
     assert_as_expected(seen, whole, limits)
     for req in whole:
@@ -431,3 +454,66 @@ def test_the_same_history_gives_the_same_steps():
         return steps
 
     assert history() == history()
+
+
+# ---- steps that are made before the results of the one before are read ----
+
+
+def test_steps_made_ahead_give_the_same_tokens_and_compute_a_row_too_much_at_a_stop():
+    requests = [request(f"r{i}", 3 + 40 * i, 30, ignore_eos=i % 2 == 0) for i in range(8)]
+    rows = {}
+    for depth in (0, 1):
+        runner = ShadowRunner(VOCAB, LIMITS.max_num_batched_tokens)
+        seen = drive(Scheduler(LIMITS), requests, runner=runner, depth=depth)
+        assert_as_expected(seen, requests)
+        rows[depth] = runner.rows_computed
+        assert (runner.num_unread > 50) == (depth > 0)
+    stopped = sum(expected(r)[1] is FinishReason.STOP for r in requests)
+    assert stopped > 0, "the case needs stops"
+    assert rows[1] == rows[0] + stopped, "what ends by its length is known to end"
+
+
+def test_what_lost_its_cache_with_a_token_in_flight_waits_for_it_and_keeps_it():
+    scheduler = Scheduler(LIMITS)
+    runner = ShadowRunner(VOCAB, LIMITS.max_num_batched_tokens)
+    ahead, seen = Ahead(scheduler, runner, 1), Collected()
+    req = request("r", 20, 12, ignore_eos=True)
+    scheduler.add(req)
+    for _ in range(4):
+        seen.take(ahead.advance())
+    (sequence,) = scheduler._running
+    known = len(sequence.tokens)
+    assert sequence.unread == 1
+    scheduler._preempt(sequence)
+    assert scheduler.step() is None, "its next token is not known yet"
+    seen.take(ahead.advance())
+    assert len(sequence.tokens) == known + 1
+    while (events := ahead.advance()) is not None:
+        seen.take(events)
+    assert_as_expected(seen, [req])
+    assert runner.rows_computed == 20 + 11 + 20 + 3
+
+
+def test_drafting_waits_for_results():
+    limits = replace(LIMITS, draft_rows=2)
+    req = request("r", 20, 12, ignore_eos=True)
+    scheduler = Scheduler(limits, Policies(drafter=Oracle()))
+    runner = ShadowRunner(VOCAB, limits.max_num_batched_tokens, limits.draft_rows)
+    assert_as_expected(drive(scheduler, [req], runner=runner, depth=1), [req], limits)
+    assert runner.num_unread == 0
+
+
+def test_a_step_that_fails_ends_its_requests_though_they_are_in_another_one():
+    scheduler = Scheduler(LIMITS)
+    runner = ShadowRunner(VOCAB, LIMITS.max_num_batched_tokens)
+    scheduler.add(request("r", 20, 12))
+    first = scheduler.step()
+    output = runner.execute(first)
+    second = scheduler.step()
+    (end,) = scheduler.fail(first, "it broke")
+    assert (end.reason, end.error) == (FinishReason.ERROR, "it broke")
+    scheduler.check_idle()
+    scheduler.add(request("r", 30, 3, ignore_eos=True))  # another one of that name
+    assert scheduler.update(second, replace(output, step_id=second.step_id)) == []
+    again = request("r", 30, 3, ignore_eos=True)
+    assert_as_expected(drive(scheduler, []), [again])
