@@ -74,6 +74,10 @@ def ways(rows: int, capability: tuple[int, int]) -> dict[str, Tiles]:
             found[name_of(height, tile, down)] = Tiles(height, tile, replace(tile, channels=down))
     if rows > 1024:
         best = Tile(64, 128, 8, 3)
+        for height, gate, down, registers in ((64, 64, 128, 168), (128, 32, 64, 168)):
+            tile = Tile(gate, 128, 4, 3, registers=registers)
+            name = f"{name_of(height, tile, down)}, {registers} registers"
+            found[name] = Tiles(height, tile, replace(tile, channels=down))
         for band in (2, 4, 16, 32):
             tile = replace(best, band=band)
             found[f"{name_of(128, tile, 128)} band {band}"] = Tiles(128, tile, replace(tile, channels=128))

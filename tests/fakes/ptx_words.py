@@ -35,10 +35,24 @@ def _fused(one: torch.Tensor, other: torch.Tensor, added: torch.Tensor) -> torch
     return words.to(torch.int64) & 0xFFFFFFFF
 
 
+def _by_table(*operands: torch.Tensor) -> torch.Tensor:
+    """Bit by bit what the entry of a table says that three bits choose."""
+    *sources, table = operands
+    result = torch.zeros_like(table)
+    for entry in range(8):
+        chosen = torch.full_like(table, 0xFFFFFFFF)
+        for place, source in enumerate(sources):
+            chosen &= source if entry >> (2 - place) & 1 else source ^ 0xFFFFFFFF
+        result |= torch.where(table >> entry & 1 == 1, chosen, 0)
+    return result
+
+
 _INSTRUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
     "mov.b32": lambda one: one,
     "and.b32": lambda one, other: one & other,
     "or.b32": lambda one, other: one | other,
+    "add.u32": lambda one, other: (one + other) & 0xFFFFFFFF,
+    "lop3.b32": _by_table,
     "shl.b32": lambda one, by: (one << by) & 0xFFFFFFFF,
     "shr.u32": lambda one, by: one >> by,
     "prmt.b32": _permuted,

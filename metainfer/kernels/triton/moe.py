@@ -216,6 +216,7 @@ class _Call:
             GM=tile.band,
             SWAP=tile.swap,
             ASM=not self._launch.interpreted,
+            **({"maxnreg": tile.registers} if tile.registers else {}),
         )
 
     def _operand(self, rows: Rows) -> str:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from metainfer.kernels.triton.codes import e4m3_groups, e4m3_to_float, e8m0_to_float
-from metainfer.kernels.triton.moe_unpack import as_operand, unpacked_codes, unpacked_numbers
+from metainfer.kernels.triton.moe_unpack import unpacked_codes, unpacked_numbers
 from metainfer.kernels.triton.rows import rounded, rounded_to_bf16
 
 
@@ -38,16 +38,9 @@ def group_scales(
 
 
 @triton.jit
-def weight_tile(
-    at_N, scales, ok_N, k,
-    C: tl.constexpr, FORM: tl.constexpr, BK: tl.constexpr, OPERAND: tl.constexpr,
-    ASM: tl.constexpr,
-):  # fmt: skip
-    """[BN, BK] of rows that begin at the addresses at_N, from column k on, as operands.
-
-    Args:
-        scales: of `group_scales`.
-    """
+def weight_bytes(at_N, ok_N, k, C: tl.constexpr, FORM: tl.constexpr, BK: tl.constexpr):
+    """[BN, BK] of rows that begin at the addresses at_N, from column k on, as memory has them; of
+    fp4 uint8 [BN, groups, 16]."""
     EVEN: tl.constexpr = C % BK == 0
     if FORM == "fp4" or FORM == "folded":  # noqa: PLR1714 (kernels have no sets)
         g_G = tl.arange(0, BK // 32)
@@ -56,23 +49,41 @@ def weight_tile(
         if not EVEN:
             inside = inside & (k + g_G * 32 < C)[None, :, None]
         at = at_N[:, None, None] + (k // 2 + g_G[None, :, None] * 16 + j_J[None, None, :])
-        packed = tl.load(at, inside, 0)
-        if BK == 128 and EVEN:
-            scales = ((scales[:, None] >> (8 * g_G)[None, :]) & 0xFF).to(tl.uint8)
-        if OPERAND == "fp8":
-            return as_operand(unpacked_codes(packed, scales, ASM), True, False)
-        else:
-            return unpacked_numbers(packed, scales, FORM == "folded", OPERAND == "bf16", ASM)
+        return tl.load(at, inside, 0)
     else:
         k_K = k + tl.arange(0, BK)
         inside = ok_N[:, None]
         if not EVEN:
             inside = inside & (k_K < C)[None, :]
-        tile = tl.load(at_N[:, None] + k_K[None, :], inside, 0)
-        if FORM == "fp8":
-            return as_operand(tile, OPERAND == "fp8", OPERAND == "bf16")
+        return tl.load(at_N[:, None] + k_K[None, :], inside, 0.0)
+
+
+@triton.jit
+def weight_operand(
+    stored, scales,
+    C: tl.constexpr, FORM: tl.constexpr, BK: tl.constexpr, OPERAND: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """[BN, BK], as a product takes it.
+
+    Args:
+        stored: of `weight_bytes`.
+        scales: of `group_scales`.
+    """
+    if FORM == "fp4" or FORM == "folded":  # noqa: PLR1714 (kernels have no sets)
+        if BK == 128 and C % BK == 0:
+            shift_G = 8 * tl.arange(0, BK // 32)
+            scales = ((scales[:, None] >> shift_G[None, :]) & 0xFF).to(tl.uint8)
+        if OPERAND == "fp8":
+            codes = unpacked_codes(stored, scales, ASM)
+            return codes.to(tl.float8e4nv, bitcast=True)
         else:
-            return tile.to(tl.float32) if OPERAND == "fp32" else tile
+            return unpacked_numbers(stored, scales, FORM == "folded", OPERAND == "bf16", ASM)
+    elif FORM == "fp8" and OPERAND != "fp8":
+        numbers = e4m3_to_float(stored, False)
+        return numbers.to(tl.bfloat16) if OPERAND == "bf16" else numbers
+    else:
+        return stored.to(tl.float32) if OPERAND == "fp32" else stored
 
 
 @triton.jit
@@ -175,6 +186,8 @@ def grouped_product(  # noqa: PLR0912, PLR0915 (formats tie all of it together)
     row_N = i_N // BF * N + n_N
     PACKED: tl.constexpr = FORM == "fp4" or FORM == "folded"  # noqa: PLR1714
     WIDTH: tl.constexpr = C // 2 if PACKED else C
+    if FORM == "fp8" and OPERAND == "fp8":
+        w_ptr = w_ptr.to(tl.pointer_type(tl.float8e4nv))
     w_at_N = w_ptr + expert * (HEIGHT * WIDTH) + row_N * WIDTH
     g_at_N = w_at_N
     if PACKED:
@@ -214,7 +227,8 @@ def grouped_product(  # noqa: PLR0912, PLR0915 (formats tie all of it together)
             row_scale = e8m0_to_float(row_scale)
         if OPERAND == "fp32":
             x = e4m3_to_float(x, False) if ROWS_FP8 else x.to(tl.float32)
-        w = weight_tile(w_at_N, group_scale, ok_N, k, C, FORM, BK, OPERAND, ASM)
+        stored = weight_bytes(w_at_N, ok_N, k, C, FORM, BK)
+        w = weight_operand(stored, group_scale, C, FORM, BK, OPERAND, ASM)
         if ROWS_FP8 or BLOCKS:
             block = 1.0
             if BLOCKS == 1:

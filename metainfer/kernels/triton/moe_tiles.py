@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from metainfer.kernels.triton.launch import shared_limit
 from metainfer.ops.moe import ExpertsCase, ExpertsFp8RowsCase
 
 
@@ -17,6 +16,7 @@ class Tile:
         warps, stages: as Triton takes them.
         swap: the weights are the first operand.
         band: tiles of rows that share the weights that a cache holds.
+        registers: of a thread at most; 0 for what the compiler takes.
     """
 
     channels: int
@@ -25,6 +25,7 @@ class Tile:
     stages: int
     swap: bool = False
     band: int = 8
+    registers: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +40,15 @@ class Tiles:
     down: Tile
 
 
+# Rows that an expert has at most, on average, for tiles of so many slots.
+_HEIGHTS = ((16, 10.0), (32, 24.0), (64, 400.0))
+_TALLEST = 128
+
+
 def height_of(case: ExpertsCase | ExpertsFp8RowsCase, rows: int) -> int:
     """Slots of a tile where `rows` rows choose evenly."""
     each = rows * case.selected / case.experts
-    for height, most in ((16, 10), (32, 24), (64, 96)):
-        if each <= most:
-            return height
-    return 128
+    return next((height for height, most in _HEIGHTS if each <= most), _TALLEST)
 
 
 def tiles_of(
@@ -56,16 +59,16 @@ def tiles_of(
 ) -> Tiles:
     """
     Args:
-        has_codes: products are of e4m3 codes, not of bf16.
+        has_codes: rows are e4m3 codes, not bf16.
     """
     height = height_of(case, rows)
-    roomy = shared_limit(capability) > 120 * 1024
     if case.dtype == "float32":
         return Tiles(min(height, 32), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2))
-    if height <= 32:
-        step = 128 if has_codes or roomy else 64
-        return Tiles(height, Tile(32, step, 4, 3), Tile(32, step, 4, 3))
     step = 128 if has_codes else 64
-    if height == 64 or not roomy:
-        return Tiles(64, Tile(64, step, 4, 3), Tile(128, step, 4, 3))
-    return Tiles(128, Tile(64, step, 8, 3), Tile(128, step, 8, 3))
+    if height <= 32:
+        # Instructions of a warpgroup take 64 rows of the first operand at least.
+        swap = capability == (9, 0)
+        return Tiles(height, Tile(32, step, 4, 4, swap), Tile(64, step, 4, 4, swap))
+    if height == _TALLEST and has_codes and capability == (9, 0):
+        return Tiles(height, Tile(64, step, 8, 3), Tile(128, step, 8, 3))
+    return Tiles(64, Tile(64, step, 8, 3), Tile(128, step, 8, 3))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from metainfer.kernels.triton.codes import e2m1_to_float, e4m3_to_float, e8m0_to_float
+from metainfer.kernels.triton.codes import e2m1_to_float, e8m0_to_float
 
 # $2: four bytes; $3: four times what is added. The table of e4m3 magnitudes for s = -5, and all of
 # it but its zero gets the addend. Selectors come in pairs, low and high nibble of a byte.
@@ -120,13 +120,3 @@ def _in_order(low, high):
     N: tl.constexpr = low.shape[0]
     G: tl.constexpr = low.shape[1]
     return tl.reshape(tl.permute(tl.join(low, high), (0, 1, 3, 2)), (N, G * 32))
-
-
-@triton.jit
-def as_operand(codes, FP8: tl.constexpr, BF16: tl.constexpr):
-    """e4m3 codes as a matrix instruction takes them: as they are (FP8), as bf16 or as fp32."""
-    if FP8:
-        return codes.to(tl.float8e4nv, bitcast=True)
-    else:
-        numbers = e4m3_to_float(codes, False)
-        return numbers.to(tl.bfloat16) if BF16 else numbers
