@@ -45,7 +45,7 @@ def leaves_out(op: str, case: Any, variant: str, capability: tuple[int, int]) ->
 
 
 def capabilities_of(op: str, case: Any) -> tuple[tuple[int, int], ...]:
-    """One where the code of all is the same: nothing is in bytes, or nothing asks for their type."""
+    """One where the code of all is the same: nothing is in bytes whose type is asked for."""
     if op.startswith("moe.") and op != "moe.experts_fp8_rows":
         return CAPABILITIES[:1]
     return CAPABILITIES[:1] if op == PREFILL and case.entry_format == DENSE else CAPABILITIES
