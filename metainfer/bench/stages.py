@@ -73,9 +73,9 @@ class StagesRun:
     rounds: int
 
 
-def engine_contestant(setting: Setting, model: str, threads: int) -> Contestant:
+def engine_contestant(name: str, setting: Setting, model: str, threads: int) -> Contestant:
     setup = {"side": ENGINE, "model": model, "settings": asdict(setting.engine)}
-    return Contestant(setting.name, setup, threads)
+    return Contestant(name, setup, threads)
 
 
 def works_of(load: StagesLoad) -> list[Work]:

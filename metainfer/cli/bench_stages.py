@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from metainfer.bench.stages_settings import TRANSFORMERS, BenchResults, StagesLoad
 from metainfer.cli.bench_results import report
@@ -15,25 +15,36 @@ from metainfer.core.errors import UserError
 from metainfer.plan.settings import EngineSettings
 from metainfer.shipped import SHIPPED_MODEL, model_dir
 
+if TYPE_CHECKING:
+    from metainfer.arch.record import Arch
+    from metainfer.bench.stages import Contestant
+    from metainfer.hardware.machine import Machine
+
 _MOST_AT_ONCE = 16  # requests of the traffic that an engine is sized for, where no flag says
 
 
-def run(
-    terminal: Terminal, load: StagesLoad, settings: EngineSettings, results: BenchResults
-) -> int:
-    from importlib.util import find_spec
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What is known before anything is loaded."""
 
+    machine: Machine
+    arch: Arch
+    model: str
+    engine: EngineSettings
+    threads: int
+    contestants: list[Contestant]
+
+
+def prepared(load: StagesLoad, settings: EngineSettings, sides: Mapping[str, str]) -> Prepared:
+    """Engines that are sized for the work, by name, from settings as they are written.
+
+    Raises UserError: there is no such model, stage or flag, or the work is longer than the model.
+    """
     from metainfer.arch.families import read_arch
     from metainfer.bench.stage import parse_setting, sized
-    from metainfer.bench.stages import Contestant, engine_contestant, measure
-    from metainfer.bench.stages_report import record, text_report
-    from metainfer.hardware.machine import Unknown
+    from metainfer.bench.stages import engine_contestant
     from metainfer.hardware.probe import probe
 
-    if load.against and find_spec("transformers") is None:
-        raise UserError(
-            "transformers, the peer, is not installed", hint="pip install 'metainfer[bench]'"
-        )
     machine = probe()
     model = str(model_dir(load.model))
     settings = replace(settings, hf_overrides=load.overrides(settings.hf_overrides))
@@ -42,25 +53,50 @@ def run(
     settings = sized(settings, arch, load.longest, sequences)
     threads = settings.threads or machine.cpu.physical_cores
     contestants = [
-        engine_contestant(parse_setting(text, settings, arch), model, threads)
-        for text in load.settings
+        engine_contestant(name, parse_setting(text, settings, arch), model, threads)
+        for name, text in sides.items()
     ]
+    return Prepared(machine, arch, model, settings, threads, contestants)
+
+
+def run(
+    terminal: Terminal, load: StagesLoad, settings: EngineSettings, results: BenchResults
+) -> int:
+    from importlib.util import find_spec
+
+    from metainfer.bench.stages import measure
+    from metainfer.bench.stages_report import record, text_report
+
+    if load.against and find_spec("transformers") is None:
+        raise UserError(
+            "transformers, the peer, is not installed", hint="pip install 'metainfer[bench]'"
+        )
+    ready = prepared(load, settings, {text: text for text in load.settings})
+    contestants = list(ready.contestants)
     if load.against == TRANSFORMERS:
-        gpu = settings.device != "cpu" and not isinstance(machine.gpus, Unknown) and machine.gpus
-        setup = {
-            "side": settings.dtype or "bfloat16",
-            "model": model,
-            "settings": asdict(settings),
-            "device": "cuda" if gpu else "cpu",
-            "threads": threads,
-        }
-        contestants.insert(0, Contestant(TRANSFORMERS, setup, threads))
+        contestants.insert(0, _transformers(ready))
     with terminal.progress("taken", "turns") as progress:
-        measured = measure(load, contestants, arch, progress.update, terminal.say)
-    name = load.model or SHIPPED_MODEL
-    made = record(measured, load, name, arch, json.loads(machine.to_json()))
+        measured = measure(load, contestants, ready.arch, progress.update, terminal.say)
+    machine = json.loads(ready.machine.to_json())
+    made = record(measured, load, load.model or SHIPPED_MODEL, ready.arch, machine)
     report(terminal, results, made, "bench-stages", text_report, _draw)
     return 0
+
+
+def _transformers(ready: Prepared) -> Contestant:
+    from metainfer.bench.stages import Contestant
+    from metainfer.hardware.machine import Unknown
+
+    gpus = ready.machine.gpus
+    gpu = ready.engine.device != "cpu" and not isinstance(gpus, Unknown) and gpus
+    setup = {
+        "side": ready.engine.dtype or "bfloat16",
+        "model": ready.model,
+        "settings": asdict(ready.engine),
+        "device": "cuda" if gpu else "cpu",
+        "threads": ready.threads,
+    }
+    return Contestant(TRANSFORMERS, setup, ready.threads)
 
 
 def _draw(made: Mapping[str, Any]) -> bytes:

@@ -41,6 +41,10 @@ VERBS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "metainfer.cli.bench_stages",
             "Measure generic, adapted and tuned settings in one run",
         ),
+        "bench paired": (
+            "metainfer.cli.bench_paired",
+            "Measure the effect of one setting against another",
+        ),
         "bench ops": ("metainfer.cli.bench_ops", "Measure each operation against its floor"),
         "bench plot": ("metainfer.cli.bench_plot", "Draw records of bench serve or bench model"),
         "kernels list": (

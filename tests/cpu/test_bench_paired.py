@@ -1,0 +1,121 @@
+"""`bench paired`: the statistics against known values, and a run of two engines."""
+
+from __future__ import annotations
+
+import json
+import math
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from metainfer.arch.tiny import tiny_arch, tiny_config
+from metainfer.bench.paired import record, text_report
+from metainfer.bench.paired_settings import A, B, PairedLoad
+from metainfer.bench.plot_paired import draw_paired
+from metainfer.bench.stages import SideRun, StagesRun
+from metainfer.bench.statistics_paired import (
+    incomplete_beta,
+    paired_effect,
+    t_probability,
+    t_quantile,
+)
+from metainfer.core.errors import UserError
+from tests.fakes.command import metainfer
+
+MACHINE = {"cpu": {"model": "Some Processor", "physical_cores": 2}, "gpus": [{"name": "A GPU"}]}
+
+
+def test_students_t_is_that_of_the_tables() -> None:
+    for freedom, expected in (
+        (1, 12.7062),
+        (4, 2.7764),
+        (10, 2.2281),
+        (34, 2.0322),
+        (1000, 1.9623),
+    ):
+        assert t_quantile(0.975, freedom) == pytest.approx(expected, abs=1e-4)
+    assert t_probability(2.0, 10) == pytest.approx(0.963306, abs=1e-6)
+    assert t_probability(-2.0, 10) == pytest.approx(1 - 0.963306, abs=1e-6)
+    assert t_probability(0.0, 3) == pytest.approx(0.5)
+    assert t_probability(math.inf, 3) == 1.0
+    assert incomplete_beta(0.5, 2, 3) == pytest.approx(0.6875)
+    assert (incomplete_beta(0.0, 2, 3), incomplete_beta(1.0, 2, 3)) == (0.0, 1.0)
+
+
+def test_the_effect_has_an_interval_and_a_test() -> None:
+    effect = paired_effect([1.0, 1.1, 0.9, 1.0], [1.1, 1.2, 1.05, 1.08])
+    assert effect.mean == pytest.approx(0.109394, abs=1e-6)
+    assert effect.low == pytest.approx(0.04726, abs=1e-5)
+    assert effect.high == pytest.approx(0.17153, abs=1e-5)
+    assert effect.t == pytest.approx(5.6031, abs=1e-4)
+    assert effect.p_t == pytest.approx(0.011233, abs=1e-6)
+    assert (effect.wins, effect.pairs) == (4, 4)
+    same = paired_effect([2.0, 2.0], [2.0, 2.0])
+    assert (same.mean, same.t, same.p_t) == (0.0, 0.0, pytest.approx(1.0))
+
+
+def run(pairs: int, rounds: int, missing: dict[str, str] | None = None) -> StagesRun:
+    """B takes a tenth less time than A; the last pair may lack its second turn."""
+    turns = [{"tokens": 100, "seconds": 1.0 + 0.01 * (n % 5)} for n in range(pairs)]
+    faster = [
+        {"tokens": 100, "seconds": 0.9 * turn["seconds"] + 0.002 * (n % 3)}
+        for n, turn in enumerate(turns)
+    ]
+    sides = {
+        A: SideRun({"dtype": "float32"}, {"prefill 1024": turns, "decode batch 1": turns}),
+        B: SideRun(
+            {"dtype": "float32"},
+            {"prefill 1024": faster[:rounds], "decode batch 1": turns[:rounds]},
+            missing or {},
+        ),
+    }
+    for side in sides.values():
+        side.counted = {"prompt_tokens": 5, "cached_tokens": 0}
+    return StagesRun("together", sides, rounds)
+
+
+def test_the_record_tells_the_effect_of_each_work() -> None:
+    load = PairedLoad(a="adapted", b="tuned", pairs=12)
+    made = record(run(12, 11), load, "tiny", tiny_arch(), MACHINE)
+    prefill, decode = made["works"]
+    assert prefill["effect"]["pairs"] == len(prefill["effects"]) == 11
+    assert prefill["effect"]["low"] > 0.10
+    assert prefill["effect"]["high"] < 0.1112
+    assert prefill["effect"]["p_t"] < 1e-6
+    assert decode["effect"]["mean"] == 0.0
+    assert (made["kind"], made["a"], made["b"]) == ("paired", "adapted", "tuned")
+    text = text_report(made)
+    assert "11 pairs, interleaved, order alternating" in text
+    assert "11/11" in text
+    ids = {element.get("id", "") for element in ET.fromstring(draw_paired(made)).iter()}
+    assert {"pairs-0", "mean-1", "interval-1"} <= ids
+
+
+def test_what_gives_no_effect_is_refused() -> None:
+    load = PairedLoad(a="adapted", b="tuned")
+    with pytest.raises(UserError, match="time for 1 pairs"):
+        record(run(2, 1), load, "tiny", tiny_arch(), MACHINE)
+    with pytest.raises(UserError, match="B failed at prefill 1024: no room"):
+        record(run(3, 3, {"prefill 1024": "no room"}), load, "tiny", tiny_arch(), MACHINE)
+    with pytest.raises(UserError, match="--pairs must be at least 2"):
+        PairedLoad(a="tuned", b="tuned", pairs=1)
+    ran = metainfer("bench", "paired", "--a", "tuned")
+    assert (ran.code, "--b is not given" in ran.err) == (2, True)
+
+
+def test_the_verb_pairs_two_engines(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config()))
+    ran = metainfer(
+        "bench", "paired", str(tmp_path), "--load-format", "dummy", "--device", "cpu",
+        "--threads", "1", "--a", "generic", "--b", "tuned,--max-num-seqs=3", "--pairs", "2", "--input-lens", "24",
+        "--decode-batches", "2", "--decode-context", "12", "--decode-len", "3",
+        "--save-result", "--result-dir", str(tmp_path),
+    )  # fmt: skip
+    assert ran.code == 0, ran.err
+    assert "2 pairs, interleaved" in ran.out
+    made = json.loads((tmp_path / "bench-paired.json").read_text())
+    assert [work["effect"]["pairs"] for work in made["works"]] == [2, 2]
+    assert made["sides"]["B"]["receipt"]["settings"]["max_num_seqs"] == 3
+    assert made["sides"]["A"]["receipt"]["kernels"]["moe.experts"] == {"composed": 5}
+    assert (tmp_path / "bench-paired.svg").is_file()
