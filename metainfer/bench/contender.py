@@ -39,6 +39,10 @@ class Contender(Protocol):
     def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
         """`count` greedy tokens after a prompt."""
 
+    def score(self, windows: Prompts) -> list[list[tuple[float, list[tuple[int, float]]]]]:
+        """Of every token of each window but its first: its log-probability, and the likeliest
+        tokens with theirs. Raises UserError if the side does not tell them."""
+
     def traffic(self, arrivals: Sequence[Arrival]) -> list[Served]:
         """Serve requests as they come. Raises UserError if the side has no scheduler."""
 

@@ -13,17 +13,20 @@ from typing import Any
 
 from metainfer.arch.record import Arch
 from metainfer.bench.contender import Prompts, Timing
+from metainfer.bench.quality import checked
 from metainfer.bench.stage import SPARE_TOKENS
 from metainfer.bench.traffic import Arrival, Served
 from metainfer.core.errors import MetainferError, UserError
-from metainfer.core.events import EngineEvent, FinishEvent, FinishReason, TokenEvent
+from metainfer.core.events import EngineEvent, FinishEvent, FinishReason, TokenEvent, Usage
 from metainfer.hardware.machine import Gpu, Machine, Unknown
 from metainfer.kernels.builtin import builtin_registry
 from metainfer.llm.engine import Engine
-from metainfer.llm.offline import generate
+from metainfer.llm.offline import Result, generate
 from metainfer.llm.request import Request, SamplingParams
 from metainfer.plan.build import build_plan, choose_target
 from metainfer.plan.settings import EngineSettings
+
+_MOST_TOPS = 20  # alternatives that can be asked for
 
 
 class EngineContender:
@@ -65,8 +68,16 @@ class EngineContender:
         return Timing(tokens, ended_s - started_s)
 
     def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
-        (result,) = generate(self._engine, [prompt], _greedy(count))
+        (result,) = self._generate([prompt], _greedy(count))
         return list(result.token_ids)
+
+    def score(self, windows: Prompts) -> list[list[tuple[float, list[tuple[int, float]]]]]:
+        sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=_MOST_TOPS)
+        scores = []
+        for result in self._generate(windows, sampling):
+            told = [entry for entry in result.prompt_logprobs if entry is not None]
+            scores.append([(entry.logprob, list(entry.top)) for entry in told])
+        return scores
 
     def traffic(self, arrivals: Sequence[Arrival]) -> list[Served]:
         waiting = list(reversed(arrivals))
@@ -108,6 +119,16 @@ class EngineContender:
     def counted(self) -> dict[str, int]:
         return {"prompt_tokens": self._prompt_tokens, "cached_tokens": self._cached_tokens}
 
+    def _generate(self, prompts: Prompts, sampling: SamplingParams) -> list[Result]:
+        results = checked(generate(self._engine, prompts, sampling))
+        for result in results:
+            self._count(result.usage)
+        return results
+
+    def _count(self, usage: Usage) -> None:
+        self._prompt_tokens += usage.prompt_tokens
+        self._cached_tokens += usage.cached_tokens
+
     def _tokens(self, prompts: Prompts, count: int) -> Iterator[tuple[int, float]]:
         """(which prompt, `time.perf_counter()`) of each new token; leaving early aborts the rest.
 
@@ -134,8 +155,7 @@ class EngineContender:
         events = self._engine.events(timeout_s)
         for event in events:
             if isinstance(event, FinishEvent):
-                self._prompt_tokens += event.usage.prompt_tokens
-                self._cached_tokens += event.usage.cached_tokens
+                self._count(event.usage)
                 if event.reason is FinishReason.ERROR:
                     raise MetainferError(f"the engine failed: {event.error}")
         if not events and not self._engine.stats().alive:

@@ -64,6 +64,9 @@ class PeerContender:
     def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
         return PeerSession(self._model).greedy(prompt, count)
 
+    def score(self, windows: Prompts) -> list[list[tuple[float, list[tuple[int, float]]]]]:
+        raise UserError("transformers is no setting of this engine")
+
     def traffic(self, arrivals: Sequence[Arrival]) -> list[Served]:
         raise UserError("transformers schedules no requests")
 

@@ -87,7 +87,7 @@ def score_windows(client: EngineClient, windows: Sequence[Sequence[int]], text_b
     """
     sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
     nats, tokens = 0.0, 0
-    for result in _checked(generate(client, windows, sampling)):
+    for result in checked(generate(client, windows, sampling)):
         given = [entry.logprob for entry in result.prompt_logprobs if entry is not None]
         nats -= math.fsum(given)
         tokens += len(given)
@@ -102,13 +102,14 @@ def recalled(
         SamplingParams(temperature=0.0, max_tokens=len(answer), ignore_eos=True)
         for answer in answers
     ]
-    results = _checked(generate(client, prompts, each))
+    results = checked(generate(client, prompts, each))
     return [
         result.token_ids == tuple(answer) for result, answer in zip(results, answers, strict=True)
     ]
 
 
-def _checked(results: list[Result]) -> list[Result]:
+def checked(results: list[Result]) -> list[Result]:
+    """The same results. Raises MetainferError if one of them failed."""
     for result in results:
         if result.reason is FinishReason.ERROR:
             raise MetainferError(f"the engine failed: {result.error}")

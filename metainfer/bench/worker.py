@@ -11,7 +11,7 @@ import json
 import os
 import resource
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -73,21 +73,25 @@ def load(setup: Mapping[str, Any]) -> Contender:
 
 def answer(contender: Contender, command: Mapping[str, Any]) -> dict[str, Any]:
     """Do one piece of work."""
-    match command["do"]:
-        case "prefill":
-            return asdict(contender.prefill(command["prompts"][0]))
-        case "decode":
-            return asdict(contender.decode(command["prompts"], command["count"]))
-        case "greedy":
-            return {"ids": contender.greedy(command["prompts"][0], command["count"])}
-        case "traffic":
-            arrivals = [Arrival(**arrival) for arrival in command["arrivals"]]
-            return {"served": [asdict(served) for served in contender.traffic(arrivals)]}
-        case "memory":
-            return {"peak_bytes": peak_memory_bytes(), "device_peak_bytes": device_peak_bytes()}
-        case "counted":
-            return contender.counted()
-    raise ValueError(f"unknown work {command['do']!r}")
+    prompts, count = command.get("prompts", ()), command.get("count", 0)
+    works: Mapping[str, Callable[[], dict[str, Any]]] = {
+        "prefill": lambda: asdict(contender.prefill(prompts[0])),
+        "decode": lambda: asdict(contender.decode(prompts, count)),
+        "greedy": lambda: {"ids": contender.greedy(prompts[0], count)},
+        "score": lambda: {"scores": contender.score(prompts)},
+        "traffic": lambda: _traffic(contender, command["arrivals"]),
+        "memory": lambda: {
+            "peak_bytes": peak_memory_bytes(),
+            "device_peak_bytes": device_peak_bytes(),
+        },
+        "counted": contender.counted,
+    }
+    return works[command["do"]]()
+
+
+def _traffic(contender: Contender, arrivals: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    served = contender.traffic([Arrival(**arrival) for arrival in arrivals])
+    return {"served": [asdict(one) for one in served]}
 
 
 class _Card:

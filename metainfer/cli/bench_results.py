@@ -17,13 +17,13 @@ def report(
     made: Mapping[str, Any],
     name: str,
     text_report: Callable[[Mapping[str, Any]], str],
-    draw: Callable[[Mapping[str, Any]], bytes],
+    draw: Callable[[Mapping[str, Any]], bytes] | None = None,
 ) -> None:
     """Write and print the record `made`.
 
     Args:
         name: of the file where none is given, without an ending.
-        draw: makes the picture; called only where matplotlib is installed.
+        draw: makes the picture, if there is one; called only where matplotlib is installed.
     """
     from metainfer.bench.record import write_json, write_whole
 
@@ -31,7 +31,7 @@ def report(
         path = results.result_dir / (results.result_filename or f"{name}.json")
         write_json(path, made)
         terminal.say(f"wrote {path}")
-        if find_spec("matplotlib") is not None:
+        if draw is not None and find_spec("matplotlib") is not None:
             picture = path.with_suffix(".svg")
             write_whole(picture, draw(made))
             terminal.say(f"wrote {picture}")

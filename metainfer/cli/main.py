@@ -45,6 +45,10 @@ VERBS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "metainfer.cli.bench_paired",
             "Measure the effect of one setting against another",
         ),
+        "bench quality": (
+            "metainfer.cli.bench_quality",
+            "Judge whether one setting predicts what another does",
+        ),
         "bench ops": ("metainfer.cli.bench_ops", "Measure each operation against its floor"),
         "bench plot": ("metainfer.cli.bench_plot", "Draw records of bench serve or bench model"),
         "kernels list": (

@@ -16,7 +16,7 @@ from metainfer.bench.model import SideResult, works
 from metainfer.bench.model_report import agreement, leading_equal, record, text_report
 from metainfer.bench.model_settings import ModelLoad, parse_batches
 from metainfer.bench.peer_transformers import PeerSession, load_peer, peer_name
-from metainfer.bench.traffic import draw_prompts
+from metainfer.bench.traffic import Served, draw_prompts
 from metainfer.bench.worker import answer, peak_memory_bytes
 from metainfer.core.errors import UserError
 from metainfer.weights.load import Checkpoint
@@ -162,6 +162,18 @@ class Scripted:
     def greedy(self, prompt: Any, count: int) -> list[int]:
         return [7] * count
 
+    def score(self, windows: Any) -> list[list[tuple[float, list[tuple[int, float]]]]]:
+        return [[(-1.0, [(7, -0.5)])] for _ in windows]
+
+    def traffic(self, arrivals: Any) -> list[Served]:
+        return [Served(0.1, None, 0.2, len(one.prompt), 1, 0) for one in arrivals]
+
+    def receipt(self) -> dict[str, Any]:
+        return {}
+
+    def counted(self) -> dict[str, int]:
+        return {"prompt_tokens": 6, "cached_tokens": 0}
+
 
 def test_the_worker_answers_each_kind_of_work() -> None:
     prompts = [[1, 2, 3], [4, 5, 6]]
@@ -171,10 +183,15 @@ def test_the_worker_answers_each_kind_of_work() -> None:
     }
     assert answer(Scripted(), {"do": "decode", "prompts": prompts, "count": 4})["tokens"] == 8
     assert answer(Scripted(), {"do": "greedy", "prompts": prompts, "count": 2}) == {"ids": [7, 7]}
+    assert answer(Scripted(), {"do": "score", "prompts": prompts})["scores"][1][0][0] == -1.0
+    arrivals = [{"at_s": 0.0, "prompt": [1, 2], "count": 1, "continues": False}]
+    (served,) = answer(Scripted(), {"do": "traffic", "arrivals": arrivals})["served"]
+    assert served["prompt_tokens"] == 2
+    assert answer(Scripted(), {"do": "counted"})["cached_tokens"] == 0
     assert answer(Scripted(), {"do": "memory"})["peak_bytes"] == pytest.approx(
         peak_memory_bytes(), rel=0.1
     )
-    with pytest.raises(ValueError):
+    with pytest.raises(KeyError):
         answer(Scripted(), {"do": "sleep"})
 
 

@@ -1,0 +1,58 @@
+"""`metainfer bench quality`: whether one setting predicts what another does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from metainfer.bench.paired_settings import A, B
+from metainfer.bench.quality_settings import QualityLoad
+from metainfer.bench.stages_settings import BenchResults
+from metainfer.cli.bench_results import report
+from metainfer.cli.terminal import Terminal
+from metainfer.cli.verb import Verb
+from metainfer.plan.settings import EngineSettings
+from metainfer.shipped import SHIPPED_MODEL, model_dir
+
+
+def run(
+    terminal: Terminal, load: QualityLoad, settings: EngineSettings, results: BenchResults
+) -> int:
+    from dataclasses import replace
+
+    from metainfer.arch.families import read_arch
+    from metainfer.bench.quality_data import read_data
+    from metainfer.bench.quality_run import measure, record, text_report
+    from metainfer.bench.stage import parse_setting, sized
+    from metainfer.bench.stages import engine_contestant
+    from metainfer.hardware.probe import probe
+
+    machine = probe()
+    model = Path(model_dir(load.model))
+    settings = replace(settings, hf_overrides=load.overrides(settings.hf_overrides))
+    arch = read_arch(model, settings.hf_overrides)
+    data = read_data(load, model, arch)
+    longest = min(data.longest + load.answers, arch.max_model_len)
+    settings = sized(settings, arch, longest, sequences=1)
+    threads = settings.threads or machine.cpu.physical_cores
+    contestants = [
+        engine_contestant(name, parse_setting(text, settings, arch), str(model), threads)
+        for name, text in ((A, load.a), (B, load.b))
+    ]
+    said = measure(load, contestants, data, terminal.say)
+    name = load.model or SHIPPED_MODEL
+    made = record(said, load, data, name, arch, json.loads(machine.to_json()))
+    report(terminal, results, made, "bench-quality", text_report)
+    return 0 if made["verdict"]["passed"] else 1
+
+
+VERB = Verb(
+    "bench quality",
+    "Judge whether one setting predicts what another does",
+    (("what is judged", QualityLoad), ("engine", EngineSettings), ("results", BenchResults)),
+    run,
+    (
+        "metainfer bench quality --a tuned,--dtype=float32 --b tuned",
+        "metainfer bench quality /data/model --a tuned,--activations=plain --b tuned --save-result",
+    ),
+)
