@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from metainfer.llm.step import SequenceStep, Step
+from metainfer.llm.step import IN_FLIGHT, SequenceStep, Step
 from metainfer.nn.inputs import StepInputs
 
 
@@ -16,13 +16,24 @@ class BatchBuilder:
     Block tables of all slots stay on the device. A step sends what is new in them, which is a block
     in 128 tokens for a sequence that decodes. Nothing here waits for the device.
 
+    Args:
+        last_tokens_S: int64 on the device, by slot, with one more for the spare one: the token that
+            was sampled last, for which IN_FLIGHT stands; None where no step has that.
+
     Attributes:
         spare_slot: the slot behind those of sequences; its table names no block.
         tables_NM: int64, blocks of each slot's sequence, then -1.
     """
 
-    def __init__(self, num_slots: int, max_blocks: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        max_blocks: int,
+        device: torch.device,
+        last_tokens_S: torch.Tensor | None = None,
+    ) -> None:
         self._device = device
+        self._last_tokens_S = last_tokens_S
         self.spare_slot = num_slots
         self.tables_NM = torch.full((num_slots + 1, max_blocks), -1, device=device)
         self._written: list[tuple[int, ...]] = [()] * num_slots
@@ -55,6 +66,8 @@ class BatchBuilder:
         tokens_T, positions_T, sequence_T, slots_B, logits_rows_R, wanted_rows_W = vectors.split(
             [len(part) for part in parts]
         )
+        if has_unread(step):
+            self.read(tokens_T, slots_B.index_select(0, sequence_T))
         wants_all = len(wanted_rows) == len(token_ids)
         return StepInputs(
             token_ids_T=tokens_T,
@@ -86,6 +99,12 @@ class BatchBuilder:
         positions += [-1] * padding
         return self._host([*tokens, *positions, *slots, *[self.spare_slot] * padding])
 
+    def read(self, tokens_T: torch.Tensor, slots_T: torch.Tensor) -> None:
+        """Put the tokens that only the device knows where IN_FLIGHT stands for them."""
+        assert self._last_tokens_S is not None
+        last_T = self._last_tokens_S.index_select(0, slots_T)
+        tokens_T.copy_(torch.where(tokens_T == IN_FLIGHT, last_T, tokens_T))
+
     def write_tables(self, step: Step) -> None:
         """Send what is new in the block tables of the sequences of `step`."""
         for part in step.sequences:
@@ -108,6 +127,11 @@ class BatchBuilder:
         """int64 in memory from which copies to the device do not wait. What is freed before it was
         copied is kept until then (by torch's allocator of pinned memory)."""
         return torch.tensor(numbers, dtype=torch.int64, pin_memory=self._device.type == "cuda")
+
+
+def has_unread(step: Step) -> bool:
+    """Whether a token of `step` is known to the device alone."""
+    return any(part.token_ids[0] == IN_FLIGHT for part in step.sequences)
 
 
 def _wanted_counts(step: Step) -> tuple[int, ...]:

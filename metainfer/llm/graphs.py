@@ -25,6 +25,8 @@ from metainfer.nn.inputs import DecodeInputs
 _log = logging.getLogger(__name__)
 
 Work = Callable[[], None]
+ReadTokens = Callable[[torch.Tensor, torch.Tensor], None]
+"""See `BatchBuilder.read`."""
 C = TypeVar("C")
 C_contra = TypeVar("C_contra", contravariant=True)
 
@@ -149,14 +151,20 @@ class DecodeSteps(Generic[C]):
                 format_bytes(max(0, taken)),
             )
 
-    def run(self, shape: Shape, numbers: torch.Tensor) -> torch.Tensor:
+    def run(
+        self, shape: Shape, numbers: torch.Tensor, read: ReadTokens | None = None
+    ) -> torch.Tensor:
         """Compute a step; returns fp32 logits [T, V] of its rows and of padding, which the next
         call overwrites.
 
         Args:
             numbers: as `BatchBuilder.decode_rows` makes them for the shape's rows.
+            read: fills in tokens that only the device knows.
         """
         self._numbers[: 3 * shape.rows].copy_(numbers, non_blocking=True)
+        if read is not None:
+            tokens_T, _, slots_T = self._vectors(shape)
+            read(tokens_T, slots_T)
         work = self._replays.get(shape)
         if work is None:
             self._note_missed(shape)

@@ -3,6 +3,9 @@
 Requests and aborts come in through the inbox; events go out through the outbox. Everything else,
 scheduler and runner, belongs to the one thread that is in `run`. The outbox is bounded: when its
 consumer does not keep up, the loop stops making steps until it does.
+
+Ahead, the loop launches a step before it reads the results of the one before, so that the device
+has work while the host is busy with results, events and the step after.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -30,22 +33,36 @@ FAILURES_IN_A_ROW = 3
 _log = logging.getLogger(__name__)
 
 
+class Results(Protocol):
+    """Of a step that was launched."""
+
+    def wait(self) -> StepOutput: ...
+
+
 class Executor(Protocol):
-    """What the loop needs of `llm.runner.Runner`."""
+    """What the loop needs of `llm.runner.Runner`; `launch` only where it is to run ahead."""
 
     def execute(self, step: Step) -> StepOutput: ...
+
+    def launch(self, step: Step) -> Results: ...
 
     def is_fatal(self, error: Exception) -> bool: ...
 
 
 class Loop:
-    """`run` is the body of the engine thread; the other methods may be called from any thread."""
+    """`run` is the body of the engine thread; the other methods may be called from any thread.
+
+    Args:
+        ahead: launch a step before the results of the one before are read.
+        check_every_step: for tests: the scheduler's books are checked after every step.
+    """
 
     def __init__(
         self,
         scheduler: Scheduler,
         executor: Executor,
         *,
+        ahead: bool = False,
         max_outbox_events: int = MAX_OUTBOX_EVENTS,
         check_every_step: bool = False,
     ) -> None:
@@ -53,6 +70,8 @@ class Loop:
         self._executor = executor
         self._max_outbox_events = max_outbox_events
         self._check_every_step = check_every_step
+        self._ahead = ahead
+        self._flight: tuple[Step, Results] | None = None
         self._failures_in_a_row = 0
         lock = threading.Lock()
         self._work = threading.Condition(lock)  # for the engine thread
@@ -163,15 +182,31 @@ class Loop:
         return self._closing or self._death is not None
 
     def _may_step(self) -> bool:
-        return self._scheduler.has_work and len(self._outbox) < self._max_outbox_events
+        has_work = self._scheduler.has_work or self._flight is not None
+        return has_work and len(self._outbox) < self._max_outbox_events
 
     def _advance(self) -> None:
-        """One step."""
+        """One step: its results; or ahead, the results of the one before it, if there are any."""
         step = self._scheduler.step()
-        if step is None:
+        if not self._ahead:
+            if step is not None:
+                self._take_results(step, lambda: self._executor.execute(step))
             return
+        before, self._flight = self._flight, None
+        failure: Exception | None = None
+        if step is not None:
+            try:
+                self._flight = step, self._executor.launch(step)
+            except Exception as error:
+                failure = error
+        if before is not None:
+            self._take_results(before[0], before[1].wait)
+        if step is not None and failure is not None:
+            self._emit(self._step_failed(step, failure))
+
+    def _take_results(self, step: Step, results: Callable[[], StepOutput]) -> None:
         try:
-            output = self._executor.execute(step)
+            output = results()
         except Exception as error:
             self._emit(self._step_failed(step, error))
         else:

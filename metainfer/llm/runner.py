@@ -1,4 +1,4 @@
-"""Runner: executes one step on one rank: state, forward pass, sampling, prompt log-probabilities.
+"""Runner: executes steps on one rank: state, forward pass, sampling, prompt log-probabilities.
 
 Knows requests only by what their sampling needs. Which request runs when is the scheduler's.
 """
@@ -11,10 +11,11 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from metainfer.llm.batch import BatchBuilder
+from metainfer.llm.batch import BatchBuilder, has_unread
+from metainfer.llm.flight import Flight
 from metainfer.llm.graphs import DecodeSteps, Graphs
-from metainfer.llm.sample import Draw, Row, Sampler, SequenceSampling
-from metainfer.llm.step import SequenceOutput, SequenceStep, Step, StepOutput
+from metainfer.llm.sample import Draws, Row, Sampler, SequenceSampling
+from metainfer.llm.step import IN_FLIGHT, SequenceStep, Step, StepOutput
 from metainfer.nn.inputs import DecodeInputs, StepInputs
 from metainfer.plan.ledger import PROMPT_LOGITS_BYTES
 
@@ -77,7 +78,7 @@ class Runner(Generic[C]):
         self._cache = cache
         self._sampler = sampler
         self._eos_token_ids = eos_token_ids
-        self._batch = BatchBuilder(num_slots, max_blocks, device)
+        self._batch = BatchBuilder(num_slots, max_blocks, device, sampler.last_tokens_S)
         self._slice_rows = max(1, PROMPT_LOGITS_BYTES // (4 * vocab_size))
         self._states: dict[str, SequenceSampling] = {}
         self.decode_steps: DecodeSteps[C] | None = None
@@ -93,10 +94,14 @@ class Runner(Generic[C]):
                 graphs=fixed.graphs,
             )
 
-    @torch.inference_mode()
     def execute(self, step: Step) -> StepOutput:
-        """Compute the rows of `step` and sample; a sequence whose logits are not finite gets an
-        error of its own. Raises what the model raises: then no sequence of the step has moved."""
+        """Launch `step` and wait for its results."""
+        return self.launch(step).wait()
+
+    @torch.inference_mode()
+    def launch(self, step: Step) -> Flight:
+        """Have the rows of `step` computed and sampled; on a GPU that is queued, and nothing waits
+        for it. Raises what the model raises: then no sequence of the step has moved."""
         for request_id in step.forgotten:
             self._states.pop(request_id, None)
         for request in step.admitted:
@@ -105,13 +110,12 @@ class Runner(Generic[C]):
         if fresh:
             self._cache.reset_slots(fresh)
         logits_RV, streams = self._compute(step)
-        draws = self._draw(step, logits_RV)
-        outputs: list[SequenceOutput] = []
-        drawn = 0
-        for part, own_NSD in zip(step.sequences, streams, strict=True):
-            outputs.append(self._output(part, draws[drawn : drawn + part.sample_rows], own_NSD))
-            drawn += part.sample_rows
-        return StepOutput(step.step_id, tuple(outputs))
+        states = [self._states[part.request_id] for part in step.sequences]
+        kept = [
+            own if part.prompt_logprobs else None
+            for part, own in zip(step.sequences, streams, strict=True)
+        ]
+        return Flight(step, states, self._draw(step, logits_RV), kept, self._add_prompt_logprobs)
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -141,7 +145,8 @@ class Runner(Generic[C]):
         shape = self.decode_steps.shape_of(step) if self.decode_steps is not None else None
         if self.decode_steps is not None and shape is not None:
             numbers = self._batch.decode_rows(step, shape.rows)
-            logits_TV = self.decode_steps.run(shape, numbers)
+            read = self._batch.read if has_unread(step) else None
+            logits_TV = self.decode_steps.run(shape, numbers, read)
             return self._sampled(step, logits_TV), [None] * len(step.sequences)
         inputs = self._batch.build(step)
         streams_WSD = self._model.forward(inputs, self._cache)
@@ -162,37 +167,19 @@ class Runner(Generic[C]):
             rows += range(end - part.sample_rows, end)
         return logits_TV.index_select(0, self._batch.sent(rows))
 
-    def _draw(self, step: Step, logits_RV: torch.Tensor | None) -> list[Draw]:
-        """A draw for each sampled row, in the order of the step."""
-        rows = [
-            Row(
-                self._states[part.request_id],
-                part.start + len(part.token_ids) - part.sample_rows + i + 1,
-                part.token_ids[len(part.token_ids) - part.sample_rows + 1 :][:i],
-                part.state_slot,
-            )
-            for part in step.sequences
-            for i in range(part.sample_rows)
-        ]
-        return [] if not rows or logits_RV is None else self._sampler.launch(logits_RV, rows).wait()
-
-    def _output(
-        self, part: SequenceStep, draws: list[Draw], streams_NSD: torch.Tensor | None
-    ) -> SequenceOutput:
-        """What `part` gave; `streams_NSD` are its own rows."""
-        state = self._states[part.request_id]
-        accepted, error = _accept(draws, part.token_ids)
-        prompt_logprobs = None
-        if part.prompt_logprobs and error is None and streams_NSD is not None:
-            error = self._add_prompt_logprobs(state, part, streams_NSD)
-            if error is None and len(state.prompt_logprobs) == state.num_prompt:
-                prompt_logprobs = tuple(state.prompt_logprobs)
-        if error is not None:
-            return SequenceOutput(part.request_id, error=error)
-        tokens = tuple(draw.token_id for draw in accepted)
-        state.accept(tokens)
-        logprobs = tuple(draw.logprob for draw in accepted if draw.logprob is not None)
-        return SequenceOutput(part.request_id, tokens, logprobs, prompt_logprobs)
+    def _draw(self, step: Step, logits_RV: torch.Tensor | None) -> Draws | None:
+        """A draw for each sampled row, in the order of the step; None where there are none."""
+        rows: list[Row] = []
+        for part in step.sequences:
+            state, end = self._states[part.request_id], part.start + len(part.token_ids)
+            # What is sampled of one row is taken for granted in those behind it.
+            taken = part.token_ids[len(part.token_ids) - part.sample_rows + 1 :]
+            unread = tuple(token for token in part.token_ids if token == IN_FLIGHT)
+            rows += [
+                Row(state, end - part.sample_rows + i + 1, unread + taken[:i], part.state_slot)
+                for i in range(part.sample_rows)
+            ]
+        return None if not rows or logits_RV is None else self._sampler.launch(logits_RV, rows)
 
     def _add_prompt_logprobs(
         self, state: SequenceSampling, part: SequenceStep, streams_NSD: torch.Tensor
@@ -212,18 +199,3 @@ class Runner(Generic[C]):
             tops = [wanted] * (stop - begin)
             state.prompt_logprobs += self._sampler.token_logprobs(logits_NV, targets, tops)
         return None
-
-
-def _accept(draws: list[Draw], token_ids: tuple[int, ...]) -> tuple[list[Draw], str | None]:
-    """The draws up to the first that contradicts the draft behind its row (the last `len(draws) -
-    1` tokens of `token_ids` are drafts), or an error. A draft is taken when it is what this row
-    draws anyway, so that drafting changes no token."""
-    accepted: list[Draw] = []
-    drafts = token_ids[len(token_ids) - len(draws) + 1 :] if draws else ()
-    for i, draw in enumerate(draws):
-        if draw.error is not None:
-            return [], draw.error
-        accepted.append(draw)
-        if i < len(drafts) and drafts[i] != draw.token_id:
-            break
-    return accepted, None

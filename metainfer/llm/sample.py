@@ -159,7 +159,8 @@ class Sampler:
 
     Attributes:
         kernels: what it has bound.
-        last_tokens_S: int64 on the device, by slot: the token that was drawn last.
+        last_tokens_S: int64 on the device, by slot, with one more for none: the token that was
+            drawn last.
     """
 
     def __init__(
@@ -178,7 +179,7 @@ class Sampler:
             registry.bind(op.name, case, target, kernel_order) for op in (ADJUST, DRAW, LOGPROBS)
         )
         self._adjust, self._draw, self._logprobs = (kernel.run for kernel in self.kernels)
-        self.last_tokens_S = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self.last_tokens_S = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
 
     def launch(self, logits_RV: torch.Tensor, rows: Sequence[Row]) -> Draws:
         """Draw a token for each row of `logits_RV` (fp32, dense). A row depends on nothing but its

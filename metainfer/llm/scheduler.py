@@ -307,7 +307,8 @@ class Scheduler:
         if sequence.life == rider.life:
             # Rows of rejected drafts do not count as computed: they are written again.
             sequence.computed -= part.sample_rows - len(result.token_ids)
-        if result.prompt_logprobs is not None:
+        # The step behind the one that completes them may have been made before that was known.
+        if result.prompt_logprobs is not None and sequence.wants_prompt_logprobs:
             sequence.wants_prompt_logprobs = False
             yield PromptEvent(part.request_id, result.prompt_logprobs)
         taken, finish = self._take_tokens(sequence, part, result.token_ids)

@@ -77,7 +77,7 @@ class SequenceOutput:
         token_ids: 0 to sample_rows new tokens. With drafted tokens, those that were accepted and
             the one sampled after them.
         logprobs: empty, or one per token.
-        prompt_logprobs: all of them, once, in the step that completes them; None otherwise.
+        prompt_logprobs: all of them, in the step that completes them; None otherwise.
         error: a sentence if this sequence failed; the others of the step are not touched.
     """
 

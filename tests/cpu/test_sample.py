@@ -105,7 +105,7 @@ def test_a_token_that_is_only_on_the_device_counts_like_any_other():
     logits = some_logits(3)
     waiting = [row(temperature=0.0)._replace(slot=slot) for slot in (2, 0, 1)]
     drawn = [draw.token_id for draw in sampler.launch(logits, waiting).wait()]
-    assert sampler.last_tokens_S.tolist() == [drawn[1], drawn[2], drawn[0]]
+    assert sampler.last_tokens_S[:3].tolist() == [drawn[1], drawn[2], drawn[0]]
     params = {"temperature": 0.0, "frequency_penalty": 2.0, "repetition_penalty": 1.5}
     again = some_logits(3, seed=1)
     for i, token in enumerate(drawn):
