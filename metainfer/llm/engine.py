@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -113,31 +113,18 @@ class Engine:
             CheckpointError: listing everything that is wrong with the files.
         """
         began_s = time.perf_counter()
-        settings = settings or EngineSettings()
-        directory = model_source(directory, settings)
-        arch = read_arch(directory, settings.hf_overrides)
-        compilations = Compilations()
-        machine, registry = probe(), builtin_registry(_launcher(compilations))
-        capabilities = choose_target(machine, arch, settings, registry.capabilities)
-        plan = build_plan(machine, arch, settings, capabilities)
-        if on_plan is not None:
-            on_plan(machine, plan)
-        _set_threads(plan)
-        with _open_weights(directory, arch, settings, plan, on_progress) as checkpoint:
-            if checkpoint.unused:
-                _log.info("%d tensors of drafting blocks are not used", len(checkpoint.unused))
-            kernels, runner = _in_a_thread(
-                lambda: _make_runner(arch, plan, checkpoint, registry, capabilities.target)
-            )
+        loaded = load_model(directory, settings, on_progress, on_plan=on_plan)
+        plan, runner, compilations = loaded.plan, loaded.runner, loaded.compilations
         _in_a_thread(lambda: warm_up(runner, plan))
         compilations.begin_service()
-        _log.info("%s is ready after %s", arch.name, format_seconds(time.perf_counter() - began_s))
+        name = loaded.arch.name
+        _log.info("%s is ready after %s", name, format_seconds(time.perf_counter() - began_s))
         return cls(
-            machine,
-            arch,
+            loaded.machine,
+            loaded.arch,
             plan,
             runner,
-            kernels=kernels,
+            kernels=loaded.kernels,
             observed=lambda: {
                 "kernels_compiled": compilations.in_service,
                 "decodes_without_graph": runner.decodes_without_graph,
@@ -181,6 +168,58 @@ class Engine:
     def _run(self) -> None:
         _set_threads(self.plan)
         self._loop.run()
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model in memory with its cache, and who runs it; nothing is warmed up.
+
+    Attributes:
+        kernels: every op that a layer or the sampler bound, with its backend.
+    """
+
+    machine: Machine
+    arch: Arch
+    plan: Plan
+    kernels: tuple[Kernel, ...]
+    runner: Runner[CacheStorage]
+    compilations: Compilations
+
+
+def load_model(
+    directory: str | Path,
+    settings: EngineSettings | None = None,
+    on_progress: LoadProgress | None = None,
+    *,
+    on_plan: Callable[[Machine, Plan], None] | None = None,
+    watched: Callable[[Registry], Registry] | None = None,
+) -> LoadedModel:
+    """What `Engine.load` does before it starts to serve.
+
+    Args:
+        watched: makes the registry that layers bind from out of the machine's own; it must choose
+            the same backends.
+
+    Raises UserError, CheckpointError: as `Engine.load`.
+    """
+    settings = settings or EngineSettings()
+    directory = model_source(directory, settings)
+    arch = read_arch(directory, settings.hf_overrides)
+    compilations = Compilations()
+    machine, registry = probe(), builtin_registry(_launcher(compilations))
+    capabilities = choose_target(machine, arch, settings, registry.capabilities)
+    plan = build_plan(machine, arch, settings, capabilities)
+    if on_plan is not None:
+        on_plan(machine, plan)
+    _set_threads(plan)
+    bound = registry if watched is None else watched(registry)
+    with _open_weights(directory, arch, settings, plan, on_progress) as checkpoint:
+        if checkpoint.unused:
+            _log.info("%d tensors of drafting blocks are not used", len(checkpoint.unused))
+        kernels, runner = _in_a_thread(
+            lambda: _make_runner(arch, plan, checkpoint, bound, capabilities.target)
+        )
+    return LoadedModel(machine, arch, plan, kernels, runner, compilations)
 
 
 def limits_of(arch: Arch, plan: Plan) -> Limits:
