@@ -112,6 +112,7 @@ def _reports(terminal: Terminal, options: CoverageOptions) -> list[dict[str, Any
     from metainfer.hardware.probe import probe
     from metainfer.kernels.coverage import Request, cover
     from metainfer.kernels.coverage_report import Subject, cards_that_ran, report
+    from metainfer.ops.use import merged
     from metainfer.ops.uses import uses_of
 
     model, part = options.model or SHIPPED_MODEL, options.part or ""
@@ -122,7 +123,11 @@ def _reports(terminal: Terminal, options: CoverageOptions) -> list[dict[str, Any
         for ranks in options.tensor_parallel_sizes
     ]
     longest = read_attention(model).max_model_len
-    uses = {ranks: uses_of(model, ranks, part) for ranks in options.tensor_parallel_sizes}
+    uses = {
+        # What a GPU binds, which rounds rows of quantised matrices, and the forms without.
+        ranks: merged(uses_of(model, ranks, part, activations="fp8"), uses_of(model, ranks, part))
+        for ranks in options.tensor_parallel_sizes
+    }
     requests = [Request(uses[one.ranks], one.kind, longest) for one in subjects]
     workers = options.workers or min(_MOST_WORKERS, probe().cpu.logical_cores)
     with terminal.progress("compiled", "pieces of code") as progress:

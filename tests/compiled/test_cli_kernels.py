@@ -33,7 +33,7 @@ def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def coverage(monkeypatch: pytest.MonkeyPatch, used: Use, *arguments: str) -> Ran:
     """`metainfer kernels coverage` of a model that runs one operation."""
-    monkeypatch.setattr(uses, "uses_of", lambda model, ranks, part: (used,))
+    monkeypatch.setattr(uses, "uses_of", lambda *_, **__: (used,))
     return metainfer("kernels", "coverage", "--workers", "1", *arguments)
 
 
