@@ -34,6 +34,7 @@ from metainfer.llm.admission import Limits
 from metainfer.llm.client import EngineStats
 from metainfer.llm.graphs import CudaGraphs
 from metainfer.llm.loop import Executor, Loop
+from metainfer.llm.policy import Policies, TimeShare
 from metainfer.llm.request import Request
 from metainfer.llm.runner import FixedShapes, Runner
 from metainfer.llm.sample import Sampler
@@ -86,7 +87,13 @@ class Engine:
         self.kernels = tuple(kernels)
         self.limits = limits_of(arch, plan)
         self._observed = observed
-        self._loop = Loop(Scheduler(self.limits), executor, check_every_step=check_every_step)
+        pace = TimeShare(plan.decode_share.value, plan.longest_prefill_s.value)
+        self._loop = Loop(
+            Scheduler(self.limits, Policies(pace=pace)),
+            executor,
+            ahead=plan.async_scheduling.value == "on",
+            check_every_step=check_every_step,
+        )
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -71,7 +72,8 @@ class Loop:
         self._max_outbox_events = max_outbox_events
         self._check_every_step = check_every_step
         self._ahead = ahead
-        self._flight: tuple[Step, Results] | None = None
+        self._flight: tuple[Step, Results, float] | None = None  # and when it was begun
+        self._done_s = 0.0
         self._failures_in_a_row = 0
         lock = threading.Lock()
         self._work = threading.Condition(lock)  # for the engine thread
@@ -187,29 +189,37 @@ class Loop:
 
     def _advance(self) -> None:
         """One step: its results; or ahead, the results of the one before it, if there are any."""
+        now_s = time.perf_counter()
         step = self._scheduler.step()
         if not self._ahead:
             if step is not None:
-                self._take_results(step, lambda: self._executor.execute(step))
+                self._take_results(step, lambda: self._executor.execute(step), now_s)
             return
         before, self._flight = self._flight, None
         failure: Exception | None = None
         if step is not None:
             try:
-                self._flight = step, self._executor.launch(step)
+                self._flight = step, self._executor.launch(step), now_s
             except Exception as error:
                 failure = error
         if before is not None:
-            self._take_results(before[0], before[1].wait)
+            self._take_results(before[0], before[1].wait, before[2])
         if step is not None and failure is not None:
             self._emit(self._step_failed(step, failure))
 
-    def _take_results(self, step: Step, results: Callable[[], StepOutput]) -> None:
+    def _take_results(self, step: Step, results: Callable[[], StepOutput], since_s: float) -> None:
+        """
+        Args:
+            since_s: when the step was begun; it had to wait for the one before.
+        """
         try:
             output = results()
         except Exception as error:
             self._emit(self._step_failed(step, error))
         else:
+            now_s = time.perf_counter()
+            self._scheduler.took(step, now_s - max(since_s, self._done_s))
+            self._done_s = now_s
             self._failures_in_a_row = 0
             self._emit(self._scheduler.update(step, output))
 

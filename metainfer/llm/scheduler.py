@@ -122,15 +122,18 @@ class Scheduler:
         """The next step; None if there is no request. While there is one, there is a step, unless
         all must wait for the results of steps in flight."""
         assignment = Assignment(self.limits.max_num_batched_tokens)
-        self._serve_decodes(assignment)
-        self._serve_prefills(assignment)
+        most = self._policies.pace.prefill_rows(assignment.left)
+        self._serve_decodes(assignment, most > 0)
+        # Where nothing decodes there is nobody to wait for.
+        most = min(most, assignment.left) if assignment.rows else assignment.left
+        self._serve_prefills(assignment, most)
         if not assignment.rows:
             if self._live and not self._flights:
                 raise InvariantError(f"none of {len(self._live)} requests could be given a row")
             return None
         return self._build(assignment)
 
-    def _serve_decodes(self, assignment: Assignment) -> None:
+    def _serve_decodes(self, assignment: Assignment, may_prefill: bool) -> None:
         """One row (and the drafted ones) for each sequence with a single pending token. Where not
         all can have one, those served longest ago come first."""
         decodes = [s for s in self._running if s.pending == 1 and not self._must_wait(s)]
@@ -139,7 +142,7 @@ class Scheduler:
         wanted = sum(1 + len(s.drafts) for s in decodes)
         can_admit = bool(self._waiting) and self.pool.slots.num_free > 0
         prefill_waits = can_admit or any(s.pending > 1 for s in self._running)
-        quota = self._policies.split.decode_rows(assignment.left, prefill_waits)
+        quota = self._policies.split.decode_rows(assignment.left, prefill_waits and may_prefill)
         if wanted > quota:
             decodes.sort(key=lambda s: s.served_at)
         for sequence in decodes:
@@ -164,14 +167,14 @@ class Scheduler:
         drafter = self._policies.drafter
         sequence.drafts = drafter.propose(sequence, most) if drafter and most > 0 else ()
 
-    def _serve_prefills(self, assignment: Assignment) -> None:
-        """Split what is left among prompts that run and prompts that can be admitted."""
+    def _serve_prefills(self, assignment: Assignment, most: int) -> None:
+        """Split `most` rows among prompts that run and prompts that can be admitted."""
         candidates = [
             *(s for s in self._running if s.pending > 1 and not self._must_wait(s)),
             *self._admissible(assignment),
         ]
         candidates.sort(key=_order)
-        shares = self._policies.split.prefill_rows([s.pending for s in candidates], assignment.left)
+        shares = self._policies.split.prefill_rows([s.pending for s in candidates], most)
         for sequence, share in zip(candidates, shares, strict=True):
             if share == 0 or sequence in assignment.preempted:
                 continue
@@ -263,6 +266,9 @@ class Scheduler:
             sequence.computed += rows
             sequence.unread += part.sample_rows
             sequence.drafts = ()
+        decode_rows = sum(len(part.token_ids) for part in short)
+        prefill_rows = sum(len(part.token_ids) for part in long)
+        self._policies.pace.began(step_id, decode_rows, prefill_rows)
         self._flights[step_id] = (*short_riders, *long_riders)
         forgotten, self._forgotten = tuple(self._forgotten), []
         kind = StepKind.MIXED if short and long else StepKind.DECODE if short else StepKind.PREFILL
@@ -277,6 +283,10 @@ class Scheduler:
         )
 
     # ---- results ----
+
+    def took(self, step: Step, seconds: float) -> None:
+        """How long `step` kept the device busy; said before its results are taken in, or never."""
+        self._policies.pace.took(step.step_id, seconds)
 
     def update(self, step: Step, output: StepOutput) -> list[EngineEvent]:
         """Take in what the step gave; sequences that ended meanwhile are passed over."""

@@ -16,9 +16,11 @@ from metainfer.hardware.machine import Gpu, Machine, Unknown
 from metainfer.ops.base import Target
 from metainfer.ops.capabilities import Capabilities
 from metainfer.ops.kernel_order import COMPOSED, REFERENCE
+from metainfer.ops.uses import sampling_uses
 from metainfer.ops.uses_v4 import served_uses
 from metainfer.plan.graphs import graphs_switch
 from metainfer.plan.memory import Fixed, Sizes, fit_memory
+from metainfer.plan.pace import async_scheduling, decode_share, longest_prefill_s
 from metainfer.plan.plan import Origin, Plan, Value
 from metainfer.plan.settings import EngineSettings, Residency
 
@@ -120,6 +122,9 @@ def build_plan(
         cuda_graph_sizes=sizes.graph_rows,
         cuda_graph_contexts=sizes.graph_contexts,
         graphs_bytes=sizes.graphs_bytes,
+        async_scheduling=async_scheduling(target.type, settings),
+        decode_share=decode_share(settings),
+        longest_prefill_s=longest_prefill_s(settings),
         threads=_threads(machine, settings, target),
     )
 
@@ -130,9 +135,9 @@ def _flag(name: str, given: T | None) -> Value[Any] | None:
 
 
 def _ops(arch: Arch, activations: str) -> tuple[str, ...]:
-    """The operations that the model's layers run."""
+    """The operations that the model's layers and the sampler run."""
     served = served_uses(arch, 1, "bfloat16", "bfloat16", activations)
-    return tuple(dict.fromkeys(use.op for use in served))
+    return tuple(dict.fromkeys(op.op for op in (*served, *sampling_uses(arch.vocab_size))))
 
 
 def _uncovered(arch: Arch, capabilities: Capabilities, settings: EngineSettings) -> list[str]:

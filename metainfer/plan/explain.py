@@ -29,6 +29,8 @@ def _shown(name: str, value: Any) -> str:
         return format_bytes(value)
     if isinstance(value, tuple):
         return " ".join(map(str, value)) or "none"
+    if isinstance(value, float):
+        return f"{value:g}"
     if isinstance(value, int):
         return format_count(value)
     return value or "default"

@@ -62,6 +62,9 @@ class Plan:
             shapes that they have.
         cuda_graph_contexts: longest contexts of such steps in tokens, ascending.
         graphs_bytes: of the memory ledger: what such steps take beside all that is above.
+        async_scheduling: "on": a step is launched before results of the one before are read.
+        decode_share: share of the time for steps of decoding alone while prompts wait.
+        longest_prefill_s: seconds that a step with rows of prompts may take while others decode.
         threads: CPU threads of one step (0 on an accelerator).
     """
 
@@ -87,6 +90,9 @@ class Plan:
     cuda_graph_sizes: Value[tuple[int, ...]]
     cuda_graph_contexts: Value[tuple[int, ...]]
     graphs_bytes: Value[int]
+    async_scheduling: Value[str]
+    decode_share: Value[float]
+    longest_prefill_s: Value[float]
     threads: Value[int]
 
     def items(self) -> Iterator[tuple[str, Value[Any]]]:

@@ -137,6 +137,23 @@ class EngineSettings:
         " reference runs only where it is named, as in '*=triton,reference'",
         stability=Stability.EXPERIMENTAL,
     )
+    async_scheduling: bool | None = flag(
+        "--async-scheduling",
+        "Launch a step before the results of the one before are read; a GPU then waits less",
+    )
+    decode_share: float | None = flag(
+        "--decode-share",
+        "Share of the time for decoding alone while prompts wait, at least 0 and below 1; 0: every"
+        " step may hold rows of prompts",
+        unit="share",
+        stability=Stability.EXPERIMENTAL,
+    )
+    longest_prefill_s: float | None = flag(
+        "--longest-prefill",
+        "Longest time that a step with rows of prompts may take while others decode",
+        unit="s",
+        stability=Stability.EXPERIMENTAL,
+    )
     enforce_eager: bool = flag(
         "--enforce-eager",
         "Start the kernels of decode steps one by one instead of replaying CUDA graphs",
@@ -173,6 +190,10 @@ class EngineSettings:
         _require_least("--threads", self.threads, 1)
         for size in self.cuda_graph_sizes:
             _require_least("--cuda-graph-sizes", size, 1)
+        if self.decode_share is not None and not 0.0 <= self.decode_share < 1.0:
+            raise UserError(f"--decode-share {self.decode_share:g} is not at least 0 and below 1")
+        if self.longest_prefill_s is not None and not self.longest_prefill_s > 0.0:
+            raise UserError(f"--longest-prefill {self.longest_prefill_s:g} is not above 0")
         share = self.memory_utilization
         if share is not None and not 0.0 < share <= 1.0:
             raise UserError(f"--memory-utilization {share:g} is not above 0 and at most 1")

@@ -106,6 +106,17 @@ def assert_close(
         assert [p for _, p in one.top] == pytest.approx([p for _, p in other.top], abs=TOLERANCE)
 
 
+def test_steps_launched_ahead_give_what_each_gets_alone(
+    model: RandomModel, prompts: list[list[int]], alone: list[Result]
+) -> None:
+    """With few blocks, so that sequences lose their cache with a token in flight too."""
+    with load_engine(model, async_scheduling=True, num_blocks_override=6) as ahead:
+        assert ahead.plan.async_scheduling.value == "on"
+        for _ in range(2):
+            assert_same(ask(ahead, prompts), alone)
+        assert_at_rest(ahead)
+
+
 @pytest.mark.parametrize("which", [0, 1])
 def test_tokens_and_logprobs_are_those_of_the_model(
     model: RandomModel, prompts: list[list[int]], alone: list[Result], which: int

@@ -14,7 +14,7 @@ from metainfer.kernels.registry import Registry
 from metainfer.llm.graphs import Shape
 from metainfer.llm.request import Request, SamplingParams
 from metainfer.llm.runner import FixedShapes, Runner
-from metainfer.llm.step import SequenceOutput, SequenceStep, Step, StepKind
+from metainfer.llm.step import IN_FLIGHT, SequenceOutput, SequenceStep, Step, StepKind
 from metainfer.nn.cache import CacheStorage
 from tests.fakes.random_models import HARD, RandomModel, random_model
 from tests.fakes.samplers import cpu_sampler
@@ -43,7 +43,11 @@ class Known:
 
 
 class Bench:
-    """A runner and its sequences, each in scattered blocks."""
+    """A runner and its sequences, each in scattered blocks.
+
+    Args:
+        unread: steps name the tokens that were sampled as such that only the device knows.
+    """
 
     def __init__(
         self,
@@ -52,7 +56,9 @@ class Bench:
         fixed: FixedShapes | None,
         *,
         capture: bool = True,
+        unread: bool = False,
     ) -> None:
+        self.unread = unread
         arch = weights.arch
         model = load_model(weights.directory, arch, kernel_order="", registry=registry)
         cache = CacheStorage(
@@ -106,12 +112,13 @@ class Bench:
         return len(self.known[name].tokens) - self.known[name].computed
 
     def _part(self, known: Known) -> SequenceStep:
+        is_unread = self.unread and known.computed == len(known.tokens) - 1 > 0
         return SequenceStep(
             request_id=known.request.request_id,
             state_slot=known.slot,
             blocks=known.blocks[: blocks_for(len(known.tokens))],
             start=known.computed,
-            token_ids=tuple(known.tokens[known.computed :]),
+            token_ids=(IN_FLIGHT,) if is_unread else tuple(known.tokens[known.computed :]),
             sample_rows=1,
             resets_state=known.computed == 0,
         )
@@ -153,6 +160,17 @@ def test_replayed_with_other_numbers(random_weights: RandomModel, expected) -> N
     assert story(bench, random_weights) == expected
     assert graphs.replays == 11 + 3 + 6
     assert bench.runner.decode_steps.num_missed == 0
+
+
+def test_tokens_that_only_the_device_knows(random_weights: RandomModel, expected) -> None:
+    """Replayed, and beside a prompt."""
+    graphs = TapeGraphs()
+    fixed = FixedShapes((1, 2, 3), (2, 4), graphs)
+    registry = trimming_registry(graphs.opaque)
+    assert story(Bench(random_weights, registry, fixed, unread=True), random_weights) == expected
+    assert graphs.replays == 11 + 3 + 6
+    plain = Bench(random_weights, trimming_registry(), None, unread=True)
+    assert story(plain, random_weights) == expected
 
 
 def test_without_graphs_the_shapes_are_the_same(random_weights: RandomModel, expected) -> None:

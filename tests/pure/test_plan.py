@@ -77,6 +77,10 @@ def test_every_value_has_an_origin_and_a_reason_and_survives_json():
         ("max_num_batched_tokens", 77, "max_num_batched_tokens", 77),
         ("max_queued_requests", 0, "max_queued_requests", 0),
         ("num_blocks_override", 32, "num_blocks", 32),
+        ("async_scheduling", True, "async_scheduling", "on"),
+        ("async_scheduling", False, "async_scheduling", "off"),
+        ("decode_share", 0.5, "decode_share", 0.5),
+        ("longest_prefill_s", 1.5, "longest_prefill_s", 1.5),
         ("threads", 5, "threads", 5),
         ("tensor_parallel_size", 1, "tensor_parallel_size", 1),
         ("device", "cpu", "device", "cpu"),
@@ -86,6 +90,23 @@ def test_flags_win_and_say_so(flag, given, field, value):
     chosen = getattr(plan(**{flag: given}), field)
     assert (chosen.value, chosen.origin) == (value, Origin.FLAG)
     assert "--" in chosen.reason
+
+
+@pytest.mark.parametrize(
+    ("flag", "given"),
+    [("decode_share", 1.0), ("decode_share", -0.1), ("longest_prefill_s", 0.0)],
+)
+def test_times_that_cannot_be_are_refused(flag, given):
+    with pytest.raises(UserError, match="--(decode-share|longest-prefill)"):
+        EngineSettings(**{flag: given})
+
+
+def test_a_gpu_is_given_steps_ahead_and_a_cpu_gains_nothing_by_it():
+    assert plan().async_scheduling.value == "off"
+    able = Capabilities(
+        Target("cuda", (12, 0)), dict.fromkeys(OPS, ("triton",)), ("triton",), frozenset()
+    )
+    assert plan(make_machine(gpus=(CARD,)), able=able).async_scheduling.value == "on"
 
 
 @pytest.mark.parametrize(
