@@ -2,6 +2,9 @@
 
     python lab/stages_device.py --out DIR [--against transformers] [--budget-s 150] [more flags]
 
+With transformers beside them four engines do not fit 139 GiB: ask for fewer, as in
+`--settings tuned --against transformers`. The first run of a machine compiles kernels besides.
+
 Layers are sliding, CSA, HCA, CSA with a vocabulary of 32,768 and no hash routing, as in the
 measurement of transformers that the aims refer to; weights are drawn on the GPU. Prompts of 1k, 4k,
 8k and 32k tokens, decode at batches of 1 and 8. Further flags go to `metainfer bench stages`. Run

@@ -47,6 +47,11 @@ def overridden(
     return changed
 
 
+def cuts_layers(overrides: Mapping[str, Any] | None) -> bool:
+    """Whether the model may have fewer layers than its files."""
+    return any(key in (overrides or {}) for key in _NUM_LAYERS)
+
+
 def _merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(config)
     for key, value in overrides.items():

@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from metainfer.arch.families import read_arch
+from metainfer.arch.overrides import cuts_layers
 from metainfer.bench.contender import Prompts, Timing
 from metainfer.bench.peer_transformers import PeerSession, load_peer
 from metainfer.bench.traffic import Arrival, Served
@@ -33,8 +34,11 @@ class PeerContender:
         self._prompt_tokens = 0
         began_s = time.perf_counter()
         arch = read_arch(model, settings.hf_overrides)
-        dummy = settings.load_format == LoadFormat.DUMMY
-        source = DummyCheckpoint(arch, device) if dummy else Checkpoint.open(model, arch)
+        if settings.load_format == LoadFormat.DUMMY:
+            source: Checkpoint = DummyCheckpoint(arch, device)
+        else:
+            cut = cuts_layers(settings.hf_overrides)
+            source = Checkpoint.open(model, arch, more_layers=cut)
         with source as checkpoint:
             self._model = load_peer(
                 model, checkpoint, getattr(torch, dtype), self._device, settings.hf_overrides

@@ -20,6 +20,7 @@ import torch
 
 from metainfer.arch.cache_kinds import blocks_for
 from metainfer.arch.families import known_names, read_arch
+from metainfer.arch.overrides import cuts_layers
 from metainfer.arch.record import Arch
 from metainfer.comm.group import Group
 from metainfer.core.errors import UserError
@@ -318,7 +319,8 @@ def _open_weights(
 ) -> Checkpoint:
     if settings.load_format == LoadFormat.DUMMY:
         return DummyCheckpoint(arch, plan.device.value, on_progress=on_progress)
-    return Checkpoint.open(source, arch, on_progress=on_progress)
+    cut = cuts_layers(settings.hf_overrides)
+    return Checkpoint.open(source, arch, on_progress=on_progress, more_layers=cut)
 
 
 def _make_runner(

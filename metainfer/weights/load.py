@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
@@ -67,10 +68,12 @@ class Checkpoint:
         rank: int = 0,
         size: int = 1,
         on_progress: LoadProgress | None = None,
+        more_layers: bool = False,
     ) -> Checkpoint:
         """Check all files against `arch`, and read nothing else yet.
 
         Args:
+            more_layers: the files may hold layers after the last one of `arch`, which is cut.
             on_progress: called whenever a tensor was first handed out, with the bytes so far and
                 those of all tensors that a model uses (whole ones, whatever this rank takes of
                 them).
@@ -81,6 +84,8 @@ class Checkpoint:
         """
         check_split(arch, size)
         index = CheckpointIndex.read(directory)
+        if more_layers:
+            index = _without_later_layers(index, arch.num_layers)
         require_no_problems(index.directory, arch, find_problems(index, arch))
         return cls(index, arch, rank, size, on_progress)
 
@@ -194,6 +199,18 @@ class Checkpoint:
         if mapped is None:
             mapped = self._mapped[entry.path] = _map_file(entry.path)
         return _view(mapped, entry)
+
+
+def _without_later_layers(index: CheckpointIndex, count: int) -> CheckpointIndex:
+    """The index without the tensors of all layers but the first `count`."""
+
+    def is_kept(name: str) -> bool:
+        first, _, rest = name.partition(".")
+        number = rest.partition(".")[0]
+        return first != "layers" or not number.isdecimal() or int(number) < count
+
+    kept = {name: entry for name, entry in index.entries.items() if is_kept(name)}
+    return replace(index, entries=kept)
 
 
 def map_tensor(entry: TensorEntry) -> torch.Tensor:

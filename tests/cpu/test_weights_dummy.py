@@ -12,7 +12,7 @@ from metainfer.arch.families import read_arch
 from metainfer.arch.manifest import MTP_PREFIX, iterate
 from metainfer.arch.record import LayerKind, RouterKind
 from metainfer.arch.tiny import tiny_arch, tiny_config, tiny_quantised_arch
-from metainfer.core.errors import UserError
+from metainfer.core.errors import CheckpointError, UserError
 from metainfer.llm.engine import Engine
 from metainfer.llm.offline import generate
 from metainfer.llm.request import SamplingParams
@@ -160,6 +160,19 @@ def test_an_engine_runs_a_config_without_weights(tmp_path: Path) -> None:
             answers.append(result.token_ids)
     assert len(answers[0]) == 4
     assert answers[0] == answers[1]
+
+
+def test_the_first_layers_of_a_checkpoint_can_be_run(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path / "whole", tiny_config())
+    settings = EngineSettings(
+        hf_overrides={"num_hidden_layers": 3}, device="cpu", num_blocks_override=4, threads=1
+    )
+    with Engine.load(directory, settings) as engine:
+        assert engine.arch.num_layers == 3
+        (result,) = generate(engine, [[20, 21, 22]], SamplingParams(temperature=0.0, max_tokens=2))
+    assert len(result.token_ids) == 2
+    with pytest.raises(CheckpointError, match="surplus"):
+        Checkpoint.open(directory, read_arch(directory, {"num_hidden_layers": 3}))
 
 
 def test_serving_needs_a_tokenizer(tmp_path: Path) -> None:
