@@ -99,7 +99,11 @@ def _of_stage(stage: str, arch: Arch) -> dict[str, Any]:
     """What the stage fixes of the engine."""
     if stage == TUNED:
         return {}
-    fixed: dict[str, Any] = {"enforce_eager": True, "shared_expert_stream": "off"}
+    fixed: dict[str, Any] = {
+        "enforce_eager": True,
+        "shared_expert_stream": "off",
+        "async_scheduling": False,
+    }
     if stage == GENERIC:
         # Operations that no layer binds, such as sampling, keep their own order.
         ops = dict.fromkeys(use.op for use in served_uses(arch, 1))

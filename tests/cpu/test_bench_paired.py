@@ -109,8 +109,8 @@ def test_the_verb_pairs_two_engines(tmp_path: Path) -> None:
     ran = metainfer(
         "bench", "paired", str(tmp_path), "--load-format", "dummy", "--device", "cpu",
         "--threads", "1", "--a", "generic", "--b", "tuned,--max-num-seqs=3", "--pairs", "2",
-        "--input-lens", "24", "--decode-batches", "2", "--decode-context", "12", "--decode-len", "3",
-        "--save-result", "--result-dir", str(tmp_path),
+        "--input-lens", "24", "--decode-batches", "2", "--decode-context", "12",
+        "--decode-len", "3", "--save-result", "--result-dir", str(tmp_path),
     )  # fmt: skip
     assert ran.code == 0, ran.err
     assert "2 pairs, interleaved" in ran.out
