@@ -1,9 +1,10 @@
 """Which tokens of a row top_k and top_p keep: the search for the bound of what is kept.
 
-Logits are looked for in the order of their bits. Each pass over the row tries three bounds at once
-and leaves a quarter of the range, until one number is left in it, or one token: then the bound
-separates what is kept from what is not, but for tokens with equal logits, of which the first are
-kept. Sums of weights are of whole numbers: exact, in any order.
+Each pass over the row tries three bounds at once and leaves a quarter of the range, until one
+number is left in it, or one token: then the bound separates what is kept from what is not, but for
+tokens with equal logits, of which the first are kept. Logits that differ are soon apart where the
+range of numbers is divided; where that takes long, the range of their bits is, which has an end.
+Sums of weights are of whole numbers: exact, in any order.
 """
 
 from __future__ import annotations
@@ -16,6 +17,11 @@ from metainfer.kernels.triton.topk_cut import NOTHING, number_of, ordered_bits
 
 ALL = tl.constexpr(1 << 30)
 """More tokens than there are."""
+_WEIGHTLESS = tl.constexpr(29.0)
+"""exp(-29) * 2^40 is below 1: tokens whose scaled logit is so far below the greatest are never
+drawn, and it makes no difference whether they are kept."""
+_BY_NUMBER = tl.constexpr(8)
+"""Passes that divide the range of numbers: it is then 2^-16 of what it was."""
 
 
 @triton.jit
@@ -77,6 +83,22 @@ def _measured_thrice(
 
 
 @triton.jit
+def _quarters(low, high, by_number):
+    """Bounds between low, which they are above, and high, which they may be; ascending."""
+    step = (high - low) // 4 + 1
+    bound_1, bound_2, bound_3 = low + step, low + 2 * step, low + 3 * step
+    if by_number:
+        from_x = number_of(low.to(tl.uint32))
+        quarter = (number_of(high.to(tl.uint32)) - from_x) * 0.25
+        bound_1 = ordered_bits(from_x + quarter).to(tl.int64)
+        bound_2 = ordered_bits(from_x + 2 * quarter).to(tl.int64)
+        bound_3 = ordered_bits(from_x + 3 * quarter).to(tl.int64)
+    bound_1 = tl.minimum(tl.maximum(bound_1, low + 1), high)
+    bound_2 = tl.minimum(tl.maximum(bound_2, bound_1), high)
+    return bound_1, bound_2, tl.minimum(tl.maximum(bound_3, bound_2), high)
+
+
+@triton.jit
 def _search(
     logits, most, inverse, margin, low, high, reach, wanted,
     VOCAB: tl.constexpr, BY_WEIGHT: tl.constexpr,
@@ -88,16 +110,16 @@ def _search(
     number's, whatever it is.
 
     Args:
-        low, high: int64. What reaches low amounts to enough; what is above high does not.
+        low, high: int64, of finite numbers. What reaches low amounts to enough; what is above high
+            does not.
         reach: int32, tokens that reach low.
     """
     above = tl.full([], 0, tl.int32)
     amount_above = tl.full([], 0, tl.int64)
+    passes = tl.full([], 0, tl.int32)
     while (low < high) & (reach - above > 1):
-        step = (high - low) // 4 + 1
-        bound_1 = low + step
-        bound_2 = tl.minimum(bound_1 + step, high)
-        bound_3 = tl.minimum(bound_2 + step, high)
+        bound_1, bound_2, bound_3 = _quarters(low, high, passes < _BY_NUMBER)
+        passes += 1
         count_1, count_2, count_3, amount_1, amount_2, amount_3 = _measured_thrice(
             logits, most, inverse, margin, bound_1, bound_2, bound_3, VOCAB, BY_WEIGHT
         )
@@ -137,7 +159,7 @@ def bound_of_kept(logits, most, inverse, margin, top_k, top_p, VOCAB: tl.constex
     """(bound, last): kept are the tokens above the bound, int64, and at it up to the token `last`;
     see `sample_race.is_kept`. `top_k` is int64, 0 for all."""
     high = ordered_bits(most).to(tl.int64)
-    bound = tl.full([], 1, tl.int64)
+    bound = ordered_bits(most - _WEIGHTLESS / inverse).to(tl.int64)
     room = tl.full([], ALL, tl.int32)
     reach, amount = _measured(logits, most, inverse, margin, bound, VOCAB, True)
     if (top_k > 0) & (top_k < reach):
