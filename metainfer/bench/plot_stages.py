@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import NullFormatter, StrMethodFormatter
+from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from metainfer.bench.plot import (
     finish_below,
@@ -68,18 +68,25 @@ def _rates(axes: Axes, works: Sequence[Mapping[str, Any]], sides: Sequence[str])
             rates = [t / s for t, s in zip(side["tokens"], side["seconds"], strict=True)]
             axes.plot([work["prompt_tokens"]] * len(rates), rates, **points_of(n))
     axes.set_xscale("log")
-    axes.set_yscale("log")
+    _log_upwards(axes)
     axes.set_xticks([work["prompt_tokens"] for work in works])
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     axes.set_xlabel("tokens of the prompt, log scale")
     axes.set_ylabel("input tokens/s, log scale")
     axes.set_title("One cold prompt at a time")
 
 
+def _log_upwards(axes: Axes) -> None:
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.6g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
 def _steps(axes: Axes, works: Sequence[Mapping[str, Any]], sides: Sequence[str]) -> None:
     width = 0.8 / max(len(sides), 1)
+    shown: list[float] = []
     for place, work in enumerate(works):
         for n, name in enumerate(sides):
             side = work["sides"].get(name)
@@ -94,10 +101,12 @@ def _steps(axes: Axes, works: Sequence[Mapping[str, Any]], sides: Sequence[str])
             middle = statistics.median(times)
             axes.plot([x - 0.4 * width, x + 0.4 * width], [middle] * 2, "-k", lw=1.4)
             write_above(axes, x, max(times), rounded(middle))
+            shown += times
     axes.set_xticks(range(len(works)), [f"batch {work['batch']}" for work in works])
-    axes.set_ylim(bottom=0)
-    axes.margins(y=0.15)
-    axes.set_ylabel("milliseconds")
+    _log_upwards(axes)
+    if shown:
+        axes.set_ylim(min(shown) / 1.5, max(shown) * 2)
+    axes.set_ylabel("milliseconds, log scale")
     axes.set_title("Time per output token (TPOT)")
 
 
@@ -121,15 +130,16 @@ def _first_tokens(axes: Axes, works: Sequence[Mapping[str, Any]], sides: Sequenc
 
 
 def _memory(axes: Axes, sides: Mapping[str, Any]) -> None:
+    most = 0.0
     for n, side in enumerate(sides.values()):
         for name, hollow in (("device_peak_bytes", False), ("peak_bytes", True)):
             value = side["peaks"].get(name)
             if value is not None:
                 axes.plot([n], [value / 1e9], **points_of(n, hollow=hollow), gid=f"{name}-{n}")
                 write_above(axes, n, value / 1e9, rounded(value / 1e9))
+                most = max(most, value / 1e9)
     axes.set_xticks(range(len(sides)), list(sides))
     axes.set_xlim(-0.6, len(sides) - 0.4)
-    axes.set_ylim(bottom=0)
-    axes.margins(y=0.2)
+    axes.set_ylim(0, 1.2 * most or 1.0)
     axes.set_ylabel("GB")
     axes.set_title("Peak memory (filled: GPU, hollow: host)")
