@@ -119,7 +119,9 @@ class Runner(Generic[C]):
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Run decode steps of all fixed shapes, and make their graphs, before the first request."""
+        """Before the first request: sample in all forms, run decode steps of all fixed shapes, and
+        make their graphs."""
+        self._sampler.warm_up()
         if self.decode_steps is not None:
             self.decode_steps.capture()
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -22,7 +23,7 @@ import torch
 from metainfer.core.events import TokenLogprob
 from metainfer.kernels.registry import Registry
 from metainfer.llm.parcel import Given, fetch, send
-from metainfer.llm.request import Request
+from metainfer.llm.request import Request, SamplingParams
 from metainfer.llm.step import IN_FLIGHT
 from metainfer.llm.token_counts import TokenCounts
 from metainfer.ops.base import Target
@@ -192,6 +193,15 @@ class Sampler:
         self.last_tokens_S.index_copy_(0, slots_R, drawn_2R[0])
         logprobs = self._row_logprobs(logits_RV, drawn_2R[0], rows)
         return Draws(rows, fetch(drawn_2R), logprobs)
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Run every kernel in every form, so that none is compiled when a request asks for it."""
+        logits_1V = torch.zeros(1, self._vocab_size, device=self._device)
+        for rules in (SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_p=0.5)):
+            for params in (rules, replace(rules, presence_penalty=1.0, logprobs=1)):
+                request = Request("warm-up", (0,), replace(params, seed=0), 0.0)
+                self.launch(logits_1V, [Row(SequenceSampling(request, ()), 1)]).wait()
 
     def token_logprobs(
         self, logits_RV: torch.Tensor, token_ids: Sequence[int], tops: Sequence[int]

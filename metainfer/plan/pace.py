@@ -24,7 +24,7 @@ def decode_share(settings: EngineSettings) -> Value[float]:
     """Share of the time for steps of decoding alone, while prompts wait."""
     if settings.decode_share is not None:
         return Value(settings.decode_share, Origin.FLAG, "given with --decode-share")
-    reason = "prompts lose so much, and tokens come several times as often beside them"
+    reason = "prompts take a third longer at most, and tokens beside them come many times as often"
     return Value(_DECODE_SHARE, Origin.DEFAULT, reason)
 
 

@@ -265,6 +265,17 @@ def test_the_reference_draws_the_same_tokens(params):
     assert len({draw.token_id for draw in plain}) > 10
 
 
+def test_a_warm_up_runs_every_kernel_in_every_form():
+    sampler, forms = cpu_sampler(VOCAB), set()
+    draw = sampler._draw
+    sampler._draw = lambda *given: (
+        forms.add((given[1] is None, given[2] is None, given[4])) or draw(*given)
+    )
+    sampler.warm_up()
+    kinds = [(True, False), (False, False), (False, True)]
+    assert forms == {(plain, *kind) for plain in (True, False) for kind in kinds}
+
+
 def test_draw_is_plain_data():
     (draw,) = sample(some_logits(1), [row(temperature=0.0, logprobs=1)])
     assert isinstance(draw, Draw) and type(draw.token_id) is int

@@ -17,9 +17,11 @@ _NOT_FINITE = tl.constexpr(NOT_FINITE)
 _NOTHING_LEFT = tl.constexpr(NOTHING_LEFT)
 _LIST = 256
 """Entries of a list that are taken at a time."""
+_RECENT = 8
+"""Recent tokens at least that a program has room for, so that their number compiles nothing."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["recent_stride", "num_recent"])
 def _adjust(
     logits,
     starts_R5,
@@ -29,10 +31,10 @@ def _adjust(
     factors_R3,
     out,
     recent_stride,
+    num_recent,
     VOCAB: tl.constexpr,
     LIST: tl.constexpr,
-    P: tl.constexpr,
-    P_POWER: tl.constexpr,
+    ROOM: tl.constexpr,
 ):
     """Barriers are between threads that write to a place and others that read it."""
     row = tl.program_id(0).to(tl.int64)
@@ -68,9 +70,9 @@ def _adjust(
     repetition, frequency, presence = (
         tl.load(factors), tl.load(factors + 1), tl.load(factors + 2),
     )  # fmt: skip
-    listed = tl.zeros([P_POWER], tl.int32)
-    number = tl.arange(0, P_POWER)
-    recent = tl.load(recent_RP + row * recent_stride + number, mask=number < P, other=-1)
+    listed = tl.zeros([ROOM], tl.int32)
+    number = tl.arange(0, ROOM)
+    recent = tl.load(recent_RP + row * recent_stride + number, mask=number < num_recent, other=-1)
     for first in range(seen, end, LIST):
         there = first + lane < end
         at = tl.load(ids + first + lane, mask=there, other=0)
@@ -81,7 +83,7 @@ def _adjust(
         x = tl.load(out + at, mask=there, other=0.0)
         tl.store(out + at, _penalised(x, count, repetition, frequency, presence), mask=there)
     tl.debug_barrier()
-    if P > 0:
+    if num_recent > 0:
         same = recent[:, None] == recent[None, :]
         first_of_all = tl.sum((same & (number[None, :] < number[:, None])).to(tl.int32), 1) == 0
         penalised = tl.abs(repetition - 1.0) + tl.abs(frequency) + tl.abs(presence)
@@ -122,10 +124,10 @@ def adjust(
         factors_R3,
         adjusted_RV,
         recent_RP.stride(0),
+        recent,
         VOCAB=case.vocab,
         LIST=_LIST,
-        P=recent,
-        P_POWER=triton.next_power_of_2(max(recent, 1)),
+        ROOM=max(_RECENT, triton.next_power_of_2(recent)),
         num_warps=WARPS,
     )
     return adjusted_RV
@@ -228,15 +230,15 @@ def draw(
     return drawn_2R
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["top"])
 def _logprobs(
     logits,
     tokens_R,
     own_R,
     tops_RK,
     top_tokens_RK,
+    top,
     VOCAB: tl.constexpr,
-    K: tl.constexpr,
 ):
     """After the norm, a pass for each of the likeliest: the best of those behind the last one."""
     row = tl.program_id(0).to(tl.int64)
@@ -254,7 +256,7 @@ def _logprobs(
     tl.store(own_R + row, tl.load(logits + tl.load(tokens_R + row)) - norm)
     last = tl.full([], float("inf"), tl.float32)
     last_at = tl.full([], -1, tl.int32)
-    for k in range(0, K):
+    for k in range(0, top):
         best = tl.full([DEEP, WIDE], NOTHING, tl.float32)
         best_at = tl.zeros([DEEP, WIDE], tl.int32)
         for first in range(0, VOCAB, TILE):
@@ -266,8 +268,8 @@ def _logprobs(
             best_at = tl.where(better, at, best_at)
         last = tl.max(tl.max(best, 0), 0)
         last_at = tl.min(tl.min(tl.where(best == last, best_at, VOCAB - 1), 0), 0)
-        tl.store(tops_RK + row * K + k, last - norm)
-        tl.store(top_tokens_RK + row * K + k, last_at.to(tl.int64))
+        tl.store(tops_RK + row * top + k, last - norm)
+        tl.store(top_tokens_RK + row * top + k, last_at.to(tl.int64))
 
 
 def logprobs(
@@ -278,7 +280,7 @@ def logprobs(
     tops_RK = logits_RV.new_empty(rows, top)
     top_tokens_RK = logits_RV.new_empty(rows, top, dtype=torch.int64)
     arrays = (logits_RV, tokens_R, own_R, tops_RK, top_tokens_RK)
-    launch(_logprobs, (rows,), *arrays, VOCAB=case.vocab, K=top, num_warps=WARPS)
+    launch(_logprobs, (rows,), *arrays, top, VOCAB=case.vocab, num_warps=WARPS)
     return own_R, tops_RK, top_tokens_RK
 
 
