@@ -48,7 +48,7 @@ class Entries:
             self.indexer = Indexer(build, layer, f"{prefix}.indexer")
             names += [*keys.names, f"{prefix}.indexer.weights_proj.weight"]
             sizes += [keys.width, build.arch.index_num_heads]
-            bias += [keys.bias_RW, torch.zeros(layer.ratio, build.arch.index_num_heads)]
+            bias += [keys.bias_RW, keys.bias_RW.new_zeros(layer.ratio, build.arch.index_num_heads)]
         self._sizes = sizes
         self._project = dense_fp32(build, names)
         self._bias_RO = torch.cat(bias, dim=1).to(build.device)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from metainfer.arch.cache_kinds import BLOCK_TOKENS
 from metainfer.arch.record import Arch
 from metainfer.core.errors import UserError
+from metainfer.ops.kernel_order import COMPOSED, REFERENCE
 from metainfer.plan.ledger import activation_bytes, block_bytes, state_bytes
 from metainfer.plan.plan import Origin, Value
 from metainfer.plan.settings import EngineSettings
@@ -69,6 +70,10 @@ def graphs_switch(device_name: str, settings: EngineSettings) -> Value[str]:
         return Value("off", Origin.DEFAULT, "a CPU has no graphs")
     if settings.enforce_eager:
         return Value("off", Origin.FLAG, "given with --enforce-eager")
+    slow = [name for name in (REFERENCE, COMPOSED) if name in (settings.kernel_order or "")]
+    if slow:
+        reason = f"the kernel order names {slow[0]}, which reads results on the host"
+        return Value("off", Origin.FLAG, reason)
     return Value("on", Origin.DEFAULT, "starting its kernels one by one takes longer than a step")
 
 

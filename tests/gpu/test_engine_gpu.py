@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from metainfer.core.errors import UserError
 from metainfer.llm.engine import Engine
 from metainfer.llm.offline import generate
 from metainfer.llm.request import SamplingParams
@@ -15,7 +14,6 @@ from metainfer.shipped import pebble_dir
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
 
-ALLOWED = f"*=cuda,triton,{REFERENCE}"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 # Shorter than a window, longer than one, longer than what the indexer lets through unscored.
 LENGTHS = (5, 200, 900)
@@ -30,18 +28,23 @@ def tokens(settings: EngineSettings) -> list[tuple[int, ...]]:
 
 
 def test_greedy_tokens_are_those_of_the_cpu() -> None:
-    common = {"dtype": "float32", "max_model_len": 1024, "max_num_seqs": 4}
+    common = {"activations": "plain", "dtype": "float32", "max_model_len": 1024, "max_num_seqs": 4}
     common["max_num_batched_tokens"] = 256
-    on_gpu = EngineSettings(device="cuda", kernel_order=ALLOWED, **common)
+    on_gpu = EngineSettings(device="cuda", **common)
     assert tokens(on_gpu) == tokens(EngineSettings(device="cpu", **common))
 
 
 def test_bfloat16_runs_to_the_end() -> None:
-    settings = EngineSettings(device="cuda", kernel_order=ALLOWED, max_model_len=1024)
+    settings = EngineSettings(device="cuda", max_model_len=1024)
     assert all(len(answer) == GREEDY.max_tokens for answer in tokens(settings))
 
 
-def test_references_are_refused_unless_named() -> None:
-    settings = EngineSettings(device="cuda", kernel_order=f"*=triton;moe.experts={REFERENCE}")
-    with pytest.raises(UserError, match="no kernels"):
-        Engine.load(pebble_dir(), settings)
+def test_no_operation_runs_on_a_reference_unless_named() -> None:
+    with Engine.load(pebble_dir(), EngineSettings(device="cuda", max_model_len=1024)) as engine:
+        assert {kernel.backend for kernel in engine.kernels} <= {"cuda", "triton", "torch"}
+        assert engine.plan.cuda_graphs.value == "on"
+    named = EngineSettings(device="cuda", kernel_order=f"*={REFERENCE}", max_model_len=1024)
+    with Engine.load(pebble_dir(), named) as engine:
+        assert engine.plan.cuda_graphs.value == "off"
+        (result,) = generate(engine, [[5, 6, 7]], GREEDY)
+        assert result.error is None

@@ -6,17 +6,24 @@
 // registers: two words of packed numbers become e4m3 codes in a few instructions (experts_fp4.py has
 // the order of the bits). Sums of 128 products are scaled and added up in fp32.
 //
-// Constants: GATED (1: gate and up, whose rows take turns by 8, then the activation as codes; 0:
-// down, weighted, in bf16), COLUMNS of the weights, WIDTH of the result, BM, PER (slots that share an
-// input row), STAGES.
+// The two warpgroups multiply in turns, so that one scales and adds while the other multiplies. With
+// few slots a tile, where reading weights is what counts, two blocks share a multiprocessor instead.
+//
+// Constants: GATED (1: gate and up, whose rows take turns by 8, then the activation; 0: down,
+// weighted), COLUMNS of the weights, WIDTH of the result, BM, PER (slots that share an input row),
+// STAGES. The activation becomes codes where tiles are high, so that an item has a whole group of
+// them; all else is bf16.
 #include "wgmma_e4m3.cuh"
 
 #define CONSUMERS 256
 #define PRODUCERS 128
 #define STEP 128  // columns of one step: bytes of a row, one group of scales
 #define STEPS (COLUMNS / STEP)
-#define PARTS (GATED ? 2 : 1)          // times 128 rows of weights that give 128 columns
-#define BLOCKS (WIDTH / 128)           // of the result's columns
+#define FEW (BM <= 32)
+#define CODED (GATED && !FEW)
+#define PARTS (CODED ? 2 : 1)          // times 128 rows of weights of an item
+#define RESULT (GATED && FEW ? 64 : 128)  // columns of an item
+#define BLOCKS (WIDTH / RESULT)
 #define WEIGHT_BYTES 8704              // of 128 rows in one step: 2 x (4096 of numbers, 256 of shifts)
 #define STAGE_BYTES (BM * STEP + 9216) // rows of codes, then weights, whole kilobytes
 #define OUT_STRIDE 264                 // bytes of a row of results, 8 beyond 128 bf16: other banks
@@ -183,6 +190,7 @@ __device__ __forceinline__ void hold(uint32 (&x)[16]) {
   for (int i = 0; i < 16; ++i) asm volatile("" : "+r"(x[i])::"memory");
 }
 
+// Rows came by cp.async, whose writes wgmma sees once the barrier that counts them was passed.
 // One step: the product of this stage runs while the next stage's weights are unpacked.
 template <int N>
 __device__ __forceinline__ void step_product(const Shared& s, Ring& ring, int group, int thread,
@@ -192,16 +200,22 @@ __device__ __forceinline__ void step_product(const Shared& s, Ring& ring, int gr
   const int stage = ring.stage;
   const uint32 rows = s.stage(stage);
   hold(now);
+  if (!FEW) named_barrier<CONSUMERS>(4 + group);
   wgmma_fence();
 #pragma unroll
-  for (int i = 0; i < 4; ++i)
+  for (int i = 0; i < 4; ++i) {
     Wgmma<N>::run(sum, now + 4 * i, tile_descriptor(rows + 32 * i, 16, 1024), i != 0);
+    if (i == 2) wgmma_commit();
+  }
   wgmma_commit();
   ring.next();
   if (more) {
     mbarrier_wait(s.full(ring.stage), ring.parity);
     load_weights(next, s.stage(ring.stage) + BM * STEP + group * (WEIGHT_BYTES / 2), thread);
-    fence_async();
+  }
+  if (!FEW) {
+    wgmma_wait<1>();
+    named_barrier_arrive<CONSUMERS>(4 + (group ^ 1));  // the last product is short
   }
   wgmma_wait<0>();
   hold(sum);
@@ -246,7 +260,6 @@ __device__ __forceinline__ void multiply(const Arguments& a, const Shared& s, Ri
     uint32 even[16], odd[16];
     mbarrier_wait(s.full(ring.stage), ring.parity);
     load_weights(even, s.stage(ring.stage) + BM * STEP + group * (WEIGHT_BYTES / 2), thread);
-    fence_async();
 #pragma unroll 1
     for (int step = 0; step < STEPS; step += 2) {
       step_product<N>(s, ring, group, thread, step, step + 1 < STEPS, even, odd, total);
@@ -307,8 +320,13 @@ __device__ __forceinline__ void store_rows(const Arguments& a, const Shared& s, 
   const int lane = thread & 31;
   for (int n = thread >> 5; n < item.count; n += CONSUMERS / 32) {
     const int64 slot = s.slots()[n];
+    if (RESULT == 64) {
+      const uint32 both = *(const uint32*)(s.memory + PLACE_OUT + n * OUT_STRIDE + 4 * lane);
+      *(uint32*)(a.out + 2 * (slot * WIDTH + 64 * item.block) + 4 * lane) = both;
+      continue;
+    }
     const uint2 pair = *(const uint2*)(s.memory + PLACE_OUT + n * OUT_STRIDE + 8 * lane);
-    if (!GATED) {
+    if (!CODED) {
       *(uint2*)(a.out + 2 * (slot * WIDTH + 128 * item.block) + 8 * lane) = pair;
       continue;
     }
@@ -332,6 +350,7 @@ __device__ __forceinline__ void store_rows(const Arguments& a, const Shared& s, 
 
 __device__ __forceinline__ void consume(const Arguments& a, const Shared& s, int thread) {
   const int group = thread >> 7, own = thread & 127;
+  if (!FEW && group == 1) named_barrier_arrive<CONSUMERS>(4);  // the first turn is the other's
   Ring ring;
   Item item;
   for (int64 work = blockIdx.x; work < a.tiles * BLOCKS; work += gridDim.x) {
@@ -360,7 +379,7 @@ __device__ __forceinline__ void consume(const Arguments& a, const Shared& s, int
   }
 }
 
-extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, 1)
+extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, FEW ? 2 : 1)
     experts_fp4(const uint8* codes, const uint8* scales, const uint8* weights,
                 const float* factors, const int* slots, const int* experts, const float* shares,
                 uint8* out, uint8* out_scales, int64 tiles, int64 code_stride,
@@ -377,6 +396,16 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, 1)
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
+#if FEW
+  // Registers of two blocks: 2 x (256 x 96 + 128 x 40); they start with 80 a thread.
+  if (threadIdx.x >= CONSUMERS) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    produce(a, s, threadIdx.x - CONSUMERS);
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 96;");
+    consume(a, s, threadIdx.x);
+  }
+#else
   // Registers of the block: 256 x 216 + 128 x 72 = 384 x 168, what it starts with.
   if (threadIdx.x >= CONSUMERS) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 72;");
@@ -385,4 +414,5 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, 1)
     asm volatile("setmaxnreg.inc.sync.aligned.u32 216;");
     consume(a, s, threadIdx.x);
   }
+#endif
 }

@@ -16,6 +16,7 @@ ones of the others.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,7 +29,7 @@ from metainfer.kernels.triton.launch import Launcher, shared_limit
 from metainfer.kernels.triton.moe_order import Order, order
 from metainfer.kernels.triton.moe_weights import Experts, cannot_fold, folded
 from metainfer.ops.base import Target
-from metainfer.ops.moe import ExpertsFp8RowsCase
+from metainfer.ops.moe import ExpertsFp8RowsCase, SwigluFp8Case
 
 KERNEL = CudaKernel("experts_fp4", threads=384, folder=Path(__file__).parent)
 CAPABILITY = (9, 0)
@@ -38,6 +39,7 @@ _GROUP = 32  # columns of a weight that share a scale
 _SPAN = 11  # of the shifts that e4m3 holds without subnormal numbers
 _ELEMENTS_AT_A_TIME = 2**27
 _MOST_STAGES = 12
+_FEW = 32  # slots of tiles of which two share a multiprocessor
 _OUT_STRIDE = 2 * _SIDE + 8
 _WEIGHT_BYTES = 9216  # of a step, in whole kilobytes
 _ALIGNMENT = 1024
@@ -152,17 +154,21 @@ def experts_fp8_rows(
     ids_TK = ids_TK.contiguous()
     slots, height = ids_TK.numel(), height_of(case, len(ids_TK))
     placed = order(launch, ids_TK, case.experts, height)
-    hidden = codes_TD.new_empty(slots, case.inner)
-    hidden_scales = codes_TD.new_empty(slots, case.inner // _SIDE)
-    _product(
-        launch, case, placed, height, weights.gate_up, (codes_TD, scales_TG.contiguous()), None,
-        (hidden, hidden_scales),
-    )  # fmt: skip
+    product = partial(_product, launch, case, placed, height)
+    rows = codes_TD, scales_TG.contiguous()
+    if height <= _FEW:
+        numbers = codes_TD.new_empty(slots, case.inner, dtype=torch.bfloat16)
+        product(weights.gate_up, rows, None, (numbers, None))
+        coded = SwigluFp8Case(case.inner, case.limit, case.group, case.scale, case.dtype)
+        hidden = moe_rows.coded(launch, coded, numbers, False)
+    else:
+        hidden = (
+            codes_TD.new_empty(slots, case.inner),
+            codes_TD.new_empty(slots, case.inner // _SIDE),
+        )
+        product(weights.gate_up, rows, None, hidden)
     parts = codes_TD.new_empty(slots, case.width, dtype=torch.bfloat16)
-    shares = weights_TK.contiguous()
-    _product(
-        launch, case, placed, height, weights.down, (hidden, hidden_scales), shares, (parts, None)
-    )
+    product(weights.down, hidden, weights_TK.contiguous(), (parts, None))
     return moe_rows.added(launch, case.experts, ids_TK, parts)
 
 
@@ -173,11 +179,17 @@ def _copies_by_16_bytes(codes: torch.Tensor) -> bool:
 def height_of(case: ExpertsFp8RowsCase, rows: int) -> int:
     """Slots of a tile where `rows` rows choose evenly."""
     each = rows * case.selected / case.experts
-    return 16 if each <= 8 else 64 if each <= 56 else 128
+    for height, most in ((16, 8), (32, 20), (64, 56)):
+        if each <= most:
+            return height
+    return 128
 
 
 def stages_of(columns: int, height: int, limit: int) -> tuple[int, int]:
-    """(stages of the ring, bytes of shared memory): PLACE_* in the source."""
+    """(stages of the ring, bytes of shared memory): PLACE_* in the source. Low tiles leave room for
+    a second block."""
+    if height <= _FEW:
+        limit = limit // 2 - _ALIGNMENT
     fixed = height * (_OUT_STRIDE + 8) + 4 * (columns // _SIDE) * height + 16 * _MOST_STAGES
     stage = height * _SIDE + _WEIGHT_BYTES
     stages = min(_MOST_STAGES, (limit - _ALIGNMENT - fixed) // stage)
@@ -198,10 +210,12 @@ def _product(
     gated = shares is None
     columns, width = (case.width, case.inner) if gated else (case.inner, case.width)
     stages, shared = stages_of(columns, height, shared_limit(launch.capability))
-    items = placed.tiles * (width // _SIDE)
+    few = height <= _FEW
+    items = placed.tiles * (width // (_SIDE // 2 if gated and few else _SIDE))
+    blocks = launch.multiprocessors * (2 if few else 1)
     launch.cuda(
         KERNEL,
-        (min(items, launch.multiprocessors), 1, 1),
+        (min(items, blocks), 1, 1),
         *rows,
         weights.codes,
         weights.factors,
