@@ -7,22 +7,18 @@ recorded machine anywhere.
 from __future__ import annotations
 
 import json
-import types
-import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 from metainfer.core.errors import UserError
+from metainfer.hardware.curves import Curve, Rate
+from metainfer.hardware.facts import NOT_ASKED, Unknown, plain, record_of
+from metainfer.hardware.pcie import Bridge, PcieLink, Peer
 
-MACHINE_VERSION = 1
+__all__ = ["Bridge", "Clocks", "Cpu", "Curve", "Gpu", "Host", "Machine", "Memory", "NumaNode",
+           "PcieLink", "Peer", "Power", "Process", "Rate", "Source", "Unknown"]  # fmt: skip
 
-
-@dataclass(frozen=True, slots=True)
-class Unknown:
-    """A fact that could not be learnt, and why, in a few words."""
-
-    why: str
+MACHINE_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,18 +56,123 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
+class NumaNode:
+    """Attributes:
+    number: as the system counts.
+    cpus: logical processors.
+    memory_bytes: of it.
+    """
+
+    number: int
+    cpus: tuple[int, ...]
+    memory_bytes: int | Unknown
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What of the host decides how GPUs talk to each other.
+
+    Attributes:
+        board: of the system, as its firmware says.
+        sockets: processors.
+        memory_bytes_per_s: nominal, of all channels.
+        iommu: "off", "passthrough" or "translating".
+        hmm: whether the driver shares page tables with the system.
+        kernel_parameters: the system was started with.
+        relaxed_p2p: the driver was told to allow peer access that it does not offer by itself.
+    """
+
+    board: str | Unknown = NOT_ASKED
+    sockets: int | Unknown = NOT_ASKED
+    numa_nodes: tuple[NumaNode, ...] | Unknown = NOT_ASKED
+    memory_bytes_per_s: float | Unknown = NOT_ASKED
+    iommu: str | Unknown = NOT_ASKED
+    hmm: bool | Unknown = NOT_ASKED
+    kernel_parameters: str | Unknown = NOT_ASKED
+    relaxed_p2p: bool | Unknown = NOT_ASKED
+
+
+@dataclass(frozen=True, slots=True)
+class Clocks:
+    """In MHz: now, and the most that the card goes to."""
+
+    sm_mhz: int | Unknown
+    memory_mhz: int | Unknown
+    most_sm_mhz: int | Unknown = NOT_ASKED
+    most_memory_mhz: int | Unknown = NOT_ASKED
+
+
+@dataclass(frozen=True, slots=True)
+class Power:
+    """In watts: the limit in force, the one that the card comes with, and what it draws now."""
+
+    limit_w: float | Unknown
+    default_limit_w: float | Unknown = NOT_ASKED
+    draw_w: float | Unknown = NOT_ASKED
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """Something that holds memory of a GPU. `name`: without its arguments."""
+
+    pid: int
+    name: str | Unknown
+    memory_bytes: int | Unknown
+
+
+@dataclass(frozen=True, slots=True)
 class Gpu:
     """One accelerator.
 
     Attributes:
         capability: compute capability, such as (9, 0).
         memory_bytes, free_bytes: of the device, and not in use when it was asked.
+        multiprocessors: SMs.
+        shared_block_bytes: shared memory that one block may use.
+        memory_bytes_per_s: nominal, from clock and width of the bus.
+        bus_id: such as "0000:41:00.0".
+        parent: name of the bridge that it hangs at; None: of the root itself.
+        bar1_bytes: window through which others see its memory.
+        throttle: reasons for which clocks are lowered now; () for none.
+        ecc, mig: on or off.
+        utilisation: share of the last second in which a kernel ran, 0 to 1.
+        processes: that hold its memory.
     """
 
     name: str
     capability: tuple[int, int]
     memory_bytes: int
     free_bytes: int
+    multiprocessors: int | Unknown = NOT_ASKED
+    shared_block_bytes: int | Unknown = NOT_ASKED
+    memory_bytes_per_s: float | Unknown = NOT_ASKED
+    bus_id: str | Unknown = NOT_ASKED
+    parent: str | Unknown | None = NOT_ASKED
+    numa_node: int | Unknown = NOT_ASKED
+    link: PcieLink | Unknown = NOT_ASKED
+    bar1_bytes: int | Unknown = NOT_ASKED
+    clocks: Clocks | Unknown = NOT_ASKED
+    power: Power | Unknown = NOT_ASKED
+    throttle: tuple[str, ...] | Unknown = NOT_ASKED
+    ecc: bool | Unknown = NOT_ASKED
+    mig: bool | Unknown = NOT_ASKED
+    utilisation: float | Unknown = NOT_ASKED
+    processes: tuple[Process, ...] | Unknown = NOT_ASKED
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where fields of a recorded machine are from.
+
+    Attributes:
+        fields: by name, such as "gpus.link"; "" for the whole.
+        source: an address or document.
+        inferred: what was concluded rather than read, in a sentence; "" for nothing.
+    """
+
+    fields: str
+    source: str
+    inferred: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +184,13 @@ class Machine:
         gpus: in the order of the driver; () only where the driver lists none.
         driver: version of the GPU driver.
         versions: of Python and of the packages that a result depends on, by name.
+        host: what decides how GPUs talk to each other.
+        bridges: of the PCIe tree above GPUs.
+        peers: what the driver says of each ordered pair of GPUs.
+        nvlink: whether any two GPUs are linked by NVLink.
+        environment: variables of NCCL, CUDA and PyTorch that this process inherited.
+        curves, rates: measured, or published of a machine like it.
+        sources: of a recorded machine.
     """
 
     system: str
@@ -91,9 +199,17 @@ class Machine:
     gpus: tuple[Gpu, ...] | Unknown
     driver: str | Unknown
     versions: Mapping[str, str]
+    host: Host = Host()
+    bridges: tuple[Bridge, ...] | Unknown = NOT_ASKED
+    peers: tuple[Peer, ...] | Unknown = NOT_ASKED
+    nvlink: bool | Unknown = NOT_ASKED
+    environment: Mapping[str, str] = field(default_factory=dict)
+    curves: tuple[Curve, ...] = ()
+    rates: tuple[Rate, ...] = ()
+    sources: tuple[Source, ...] = ()
 
     def to_json(self) -> str:
-        return json.dumps({"version": MACHINE_VERSION, **_plain(self)}, indent=2)
+        return json.dumps({"version": MACHINE_VERSION, **plain(self)}, indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> Machine:
@@ -107,55 +223,5 @@ class Machine:
         version = record.pop("version", None)
         if version != MACHINE_VERSION:
             raise UserError(f"the machine has version {version}, this one reads {MACHINE_VERSION}")
-        machine: Machine = _record(cls, record, "")
+        machine: Machine = record_of(cls, record)
         return machine
-
-
-def _plain(value: Any) -> Any:
-    """Records as objects, Unknown as {"unknown": why}."""
-    if isinstance(value, Unknown):
-        return {"unknown": value.why}
-    if is_dataclass(value):
-        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    return dict(value) if isinstance(value, Mapping) else value
-
-
-def _record(cls: type, plain: Mapping[str, Any], path: str) -> Any:
-    """The record of type `cls` from its plain form; `path` says where it stands."""
-    hints = typing.get_type_hints(cls)
-    names = {f.name for f in fields(cls)}
-    for word, odd in (("unknown", set(plain) - names), ("missing", names - set(plain))):
-        if odd:
-            listed = ", ".join(sorted(path + name for name in odd))
-            raise UserError(f"{word} machine fields: {listed}")
-    return cls(**{name: _value(hints[name], plain[name], path + name) for name in plain})
-
-
-def _value(hint: Any, plain: Any, path: str) -> Any:
-    """The value of type `hint` from its plain form."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if isinstance(hint, types.UnionType) or origin is typing.Union:
-        return _one_of(arguments, plain, path)
-    if is_dataclass(hint) and isinstance(plain, dict):
-        return _record(typing.cast(type, hint), plain, f"{path}.")
-    if origin is tuple and isinstance(plain, list):
-        kinds = arguments[:1] * len(plain) if arguments[-1] is Ellipsis else arguments
-        if len(kinds) == len(plain):
-            items = enumerate(zip(kinds, plain, strict=True))
-            return tuple(_value(kind, item, f"{path}[{n}]") for n, (kind, item) in items)
-    if origin is Mapping and isinstance(plain, dict):
-        return {key: _value(arguments[1], item, f"{path}.{key}") for key, item in plain.items()}
-    if type(plain) is not hint and not (hint is float and type(plain) is int):
-        raise UserError(f"machine field {path} is {plain!r}, which is not what stands there")
-    return plain
-
-
-def _one_of(kinds: tuple[Any, ...], plain: Any, path: str) -> Any:
-    """A value of the first of `kinds`, or where they are among them None and Unknown."""
-    if plain is None and type(None) in kinds:
-        return None
-    if Unknown in kinds and isinstance(plain, dict) and set(plain) == {"unknown"}:
-        return Unknown(_value(str, plain["unknown"], f"{path}.unknown"))
-    return _value(kinds[0], plain, path)

@@ -16,7 +16,9 @@ from metainfer.hardware import host
 from metainfer.hardware.cgroup import Grant, read_grant
 from metainfer.hardware.gpus import parse_listing, read_gpus
 from metainfer.hardware.host import read_cpu, read_memory
-from metainfer.hardware.machine import Gpu, Machine, Unknown
+from metainfer.hardware.curves import Curve, Rate
+from metainfer.hardware.machine import Gpu, Machine, Source, Unknown
+from metainfer.hardware.pcie import Bridge, PcieLink, Peer
 from metainfer.hardware.probe import probe
 from tests.fakes.machines import GIB, make_machine
 
@@ -214,3 +216,47 @@ def test_a_driver_that_does_not_answer_is_unknown(tmp_path, monkeypatch, script,
     monkeypatch.setattr(gpus_module.shutil, "which", lambda _: path and str(path))
     gpus, driver = read_gpus()
     assert isinstance(gpus, Unknown) and isinstance(driver, Unknown) and why in gpus.why
+
+
+# ---- topology, curves ----
+
+
+def test_a_recorded_machine_with_its_tree_survives_json():
+    link = PcieLink(1, 16, most_generation=5, most_width=16)
+    card = Gpu(
+        "a card", (12, 0), 96 * GIB, 95 * GIB, multiprocessors=188, parent="switch", link=link
+    )
+    machine = replace(
+        make_machine(gpus=(card, card)),
+        bridges=(Bridge("root", "root", None, 0), Bridge("switch", "switch", "root", 0, link)),
+        peers=(Peer(0, 1, True), Peer(1, 0, False, "chipset not supported")),
+        environment={"NCCL_P2P_LEVEL": "SYS"},
+        curves=(
+            Curve("copy engine", "copy", (0, 1), False, (1024, 4096), (2e-6, 3e-6), True, "s"),
+        ),
+        rates=(Rate("product fp8", 8192, 6.3e14, "s"),),
+        sources=(Source("", "https://example.org", "clocks"),),
+    )
+    assert Machine.from_json(machine.to_json()) == machine
+
+
+def test_what_a_recorded_machine_leaves_out_was_not_asked():
+    record = json.loads(make_machine().to_json())
+    for name in ("host", "bridges", "peers", "curves", "environment", "sources"):
+        record.pop(name)
+    machine = Machine.from_json(json.dumps(record))
+    assert machine.bridges == Unknown("nobody looked") and machine.curves == ()
+
+
+def test_the_rate_of_a_link_is_that_of_its_best_generation_and_its_present_width():
+    rate = PcieLink(1, 8, most_generation=5, most_width=16).bytes_per_s()
+    assert rate == pytest.approx(8 * 3.938e9, rel=1e-3)
+    assert isinstance(PcieLink(9, 16).bytes_per_s(), Unknown)
+    assert PcieLink(Unknown("no"), 16).bytes_per_s() == Unknown("no")
+
+
+def test_a_curve_goes_through_its_points_and_on_at_its_last_rate():
+    curve = Curve("copy engine", "copy", (0, 1), False, (1000, 100_000), (1e-5, 1e-4), True, "s")
+    assert curve.seconds_of(10) == curve.seconds_of(1000) == 1e-5
+    assert curve.seconds_of(10_000) == pytest.approx(10**-4.5)
+    assert curve.seconds_of(1_000_000) == pytest.approx(1e-3)

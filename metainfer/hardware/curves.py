@@ -1,0 +1,67 @@
+"""Curves and rates: what was measured on a machine, or published of one like it."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from dataclasses import dataclass
+
+STORE, LOAD, COPY = "peer store", "peer load", "copy engine"
+TO_HOST, FROM_HOST, STAGED = "to host", "from host", "host staged"
+NCCL = "NCCL"
+MEANS = (STORE, LOAD, COPY, TO_HOST, FROM_HOST, STAGED, NCCL)
+"""How bytes move."""
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Time against bytes.
+
+    Attributes:
+        means: one of `MEANS`.
+        operation: "copy" of one rank to another, or a collective such as "all_reduce".
+        gpus: places in `Machine.gpus` that took part; for a copy, (source, target).
+        at_once: all pairs or ranks ran at the same time; the slowest counts.
+        bytes, seconds: as many of each, bytes ascending; of a collective, each rank's payload.
+        verified: what arrived was compared with what was sent.
+        source: "measured here", or where it was published; what had to be inferred is said.
+    """
+
+    means: str
+    operation: str
+    gpus: tuple[int, ...]
+    at_once: bool
+    bytes: tuple[int, ...]
+    seconds: tuple[float, ...]
+    verified: bool
+    source: str
+
+    def seconds_of(self, size: float) -> float:
+        """Between points by straight lines over logarithms; before the first its time, behind the
+        last its rate."""
+        if size <= self.bytes[0]:
+            return self.seconds[0]
+        if size >= self.bytes[-1]:
+            return self.seconds[-1] * size / self.bytes[-1]
+        place = bisect_left(self.bytes, size)
+        low, high = self.bytes[place - 1], self.bytes[place]
+        share = math.log(size / low) / math.log(high / low)
+        before, after = self.seconds[place - 1], self.seconds[place]
+        return before * math.pow(after / before, share)
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """What a card reaches in one kind of work.
+
+    Attributes:
+        work: such as "product fp8", "experts fp4", "attention bf16", "copy".
+        rows: of the operand that grows with tokens; 0 where it does not matter.
+        per_s: operations, or bytes for "copy", a second.
+        source: "measured here", or where it was published and what is inferred.
+    """
+
+    work: str
+    rows: int
+    per_s: float
+    source: str
