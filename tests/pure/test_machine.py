@@ -14,9 +14,9 @@ from metainfer.core.errors import UserError
 from metainfer.hardware import gpus as gpus_module
 from metainfer.hardware import host
 from metainfer.hardware.cgroup import Grant, read_grant
+from metainfer.hardware.curves import Curve, Rate
 from metainfer.hardware.gpus import parse_listing, read_gpus
 from metainfer.hardware.host import read_cpu, read_memory
-from metainfer.hardware.curves import Curve, Rate
 from metainfer.hardware.machine import Gpu, Machine, Source, Unknown
 from metainfer.hardware.pcie import Bridge, PcieLink, Peer
 from metainfer.hardware.probe import probe
