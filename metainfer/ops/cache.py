@@ -1,4 +1,4 @@
-"""Contract of writing latents and entries to a cache, in the format of the cache."""
+"""Contracts of writing latents and entries to a cache in its format, and of reading them back."""
 
 from __future__ import annotations
 
@@ -36,11 +36,28 @@ class CacheWriteCase:
         return (self.norm_width or self.width) if self.norm else 0
 
 
+@dataclass(frozen=True, slots=True)
+class CacheReadCase:
+    """Attributes:
+    format: a name of `FORMATS`.
+    dtype: of the result.
+    """
+
+    format: str
+    dtype: str = "bfloat16"
+
+
 def _cost(case: CacheWriteCase, load: Load) -> Cost:
     size = ELEMENT_BYTES[case.dtype]
     kept = size * case.width if case.format == DENSE else FORMATS[case.format].row_bytes
     row = 2.0 * size * case.width + kept + 8 + 4 * case.rope_width
     return Cost(8.0 * load.rows * case.width, load.rows * row)
+
+
+def _read_cost(case: CacheReadCase, load: Load) -> Cost:
+    form = FORMATS[case.format]
+    row = form.row_bytes + 8 + ELEMENT_BYTES[case.dtype] * form.width
+    return Cost(1.0 * load.rows * form.coded, load.rows * row)
 
 
 _V4 = CacheWriteCase("v4_fp8", 512, 64, "rms")
@@ -105,4 +122,34 @@ WRITE = Op(
     tolerance=Tolerance(bfloat16=1.5e-2),
 )
 
-OPS = (WRITE,)
+_V4_READ = CacheReadCase("v4_fp8")
+
+READ = Op(
+    name="cache.read",
+    doc="""Reads rows of a cache as numbers: a chunk of prefill needs the latents before it.
+
+    Arguments:
+        cache: uint8 [M, row_bytes], rows a multiple of 16 bytes apart.
+        rows_T: int64 [T], rows of the cache, in any order and any number of times.
+
+    Returns:
+        y_TD: new, [T, width of the format] in the case's dtype, dense: what `cache.write` returned
+            when it wrote these rows.
+    """,
+    cases={
+        "deepseek-v4-flash": (_V4_READ,),
+        "deepseek-v4.1-flash": (CacheReadCase("v41_fp8"),),
+        "pebble": (_V4_READ,),
+    },
+    small_cases=(
+        _V4_READ,
+        CacheReadCase("v4_fp8", "float32"),
+        CacheReadCase("v41_fp8"),
+        CacheReadCase("v41_fp4", "float32"),
+        CacheReadCase("mla_fp8"),
+    ),
+    cost=_read_cost,
+    tolerance=Tolerance(float32=0.0, bfloat16=0.0),
+)
+
+OPS = (WRITE, READ)

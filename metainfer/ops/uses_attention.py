@@ -13,7 +13,7 @@ from typing import Any
 from metainfer.arch.attention import AttentionLayer, AttentionSide
 from metainfer.core.errors import UserError
 from metainfer.ops.attention import DENSE, AttentionCase, MergeCase
-from metainfer.ops.cache import CacheWriteCase
+from metainfer.ops.cache import CacheReadCase, CacheWriteCase
 from metainfer.ops.compress import CompressCase
 from metainfer.ops.hc import HyperCase
 from metainfer.ops.index import IndexCase
@@ -147,6 +147,8 @@ class _Listing:
         for form in (kept, DENSE):
             write = CacheWriteCase(form, side.key_width, rope, _RMS, normed, side.eps, dtype)
             uses.add("cache.write", write)
+        if side.window:
+            uses.add("cache.read", CacheReadCase(side.window_format, dtype), (PREFILL,))
 
     def _entries(self, layer: AttentionLayer) -> None:
         """Entries that are pooled or projected, and their index keys."""

@@ -10,7 +10,7 @@ import torch
 
 from metainfer.core.errors import UserError
 from metainfer.kernels.builtin import builtin_registry
-from metainfer.kernels.cpu import attention, compress, hc, index, linear, moe, norm, rope
+from metainfer.kernels.cpu import attention, cache, compress, hc, index, linear, moe, norm, rope
 from metainfer.kernels.cpu.product import product
 from metainfer.kernels.cpu.tiles import row_tiles
 from metainfer.kernels.cpu.unpack import fp4_weights, fp8_weight
@@ -23,7 +23,7 @@ from tests.fakes.op_inputs import VARIANTS, make
 
 CPU = Target("cpu")
 REGISTRY = builtin_registry()
-MODULES = (attention, compress, hc, index, linear, moe, norm, rope)
+MODULES = (attention, cache, compress, hc, index, linear, moe, norm, rope)
 DTYPES = (torch.float32, torch.bfloat16)
 
 

@@ -72,6 +72,10 @@ VARIANTS: Mapping[str, Mapping[str, Maker]] = {
         "fp32 cache": partial(cache.write, rows=5, dtype="float32"),
         "bf16 cache": partial(cache.write, rows=5, dtype="bfloat16"),
     },
+    "cache.read": {
+        **_rows(cache.read, 0, 1, 7),
+        "rows apart": partial(cache.read, rows=5, spread=True),
+    },
     "cache.write_index": {
         **_rows(cache.write_index, 0, 1, 7),
         "rows apart": partial(cache.write_index, rows=5, spread=True),

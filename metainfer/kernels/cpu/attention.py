@@ -15,13 +15,15 @@ from itertools import pairwise
 import torch
 
 from metainfer.kernels.cpu.backend import cpu_backend, on_cpu
+from metainfer.kernels.cpu.coded import row_numbers
 from metainfer.kernels.cpu.tiles import is_one_tile, row_tiles
 from metainfer.kernels.registry import Verdict, no
 from metainfer.ops.attention import DENSE, AttentionCase
 from metainfer.ops.base import Target
 
-# Caches, each with the rows of it that each query row sees: [N, D] and [T, K].
-Lists = list[tuple[torch.Tensor, torch.Tensor]]
+# Caches, each with the rows of it that each query row sees, and its format: [N, D], or bytes of
+# rows, and [T, K].
+Lists = list[tuple[torch.Tensor, torch.Tensor, str]]
 
 # Scores (rows x heads x keys) that a tile holds, and the most rows of one.
 _TILE_SCORES = 2**19
@@ -91,7 +93,8 @@ def _prefill_run(
     rows, halo = len(q_THD), len(latents_ND) - len(q_THD)
     entries_ED = latents_ND[:0]
     if entries_MD is not None and entry_rows_E is not None:
-        entries_ED = entries_MD.index_select(0, entry_rows_E).to(q_THD.dtype)
+        entries_ED = _numbers(entries_MD.index_select(0, entry_rows_E), case.entry_format)
+        entries_ED = entries_ED.to(q_THD.dtype)
     gathers, keys = False, len(entries_ED)
     if selected_TK is not None and _gather_is_cheaper(case, selected_TK.shape[1], keys):
         gathers, keys = True, selected_TK.shape[1]
@@ -189,15 +192,15 @@ def sparse_decode(
     entries_MD: torch.Tensor | None = None,
     entry_rows_TK: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    lists = [(ring_ND, window_rows_TW)]
+    lists = [(ring_ND, window_rows_TW, case.window_format)]
     if entries_MD is not None and entry_rows_TK is not None:
-        lists.append((entries_MD, entry_rows_TK))
-    keys = sum(rows_TK.shape[1] for _, rows_TK in lists)
+        lists.append((entries_MD, entry_rows_TK, case.entry_format))
+    keys = sum(rows_TK.shape[1] for _, rows_TK, _ in lists)
     if is_one_tile(len(q_THD), keys * case.width):
         return _decode(case, q_THD, lists, sink_H).to(q_THD.dtype)
     out_THD = torch.empty_like(q_THD)
     for tile in row_tiles(len(q_THD), keys * case.width):
-        tile_lists = [(cache_ND, rows_TK[tile]) for cache_ND, rows_TK in lists]
+        tile_lists = [(cache_ND, rows_TK[tile], form) for cache_ND, rows_TK, form in lists]
         out_THD[tile] = _decode(case, q_THD[tile], tile_lists, sink_H)
     return out_THD
 
@@ -206,7 +209,7 @@ def _decode(
     case: AttentionCase, q_THD: torch.Tensor, lists: Lists, sink_H: torch.Tensor
 ) -> torch.Tensor:
     """Rows with keys of their own; fp32."""
-    keys_TND, seen_TN = _listed_keys(lists)
+    keys_TND, seen_TN = _listed_keys(lists, case.width)
     q_THD = q_THD.float() * case.score_scale
     scores_THN = torch.bmm(q_THD, keys_TND.transpose(1, 2))
     if seen_TN is not None:
@@ -216,46 +219,52 @@ def _decode(
     return torch.bmm(weights_THN[..., :-1], keys_TND)
 
 
-def _listed_keys(lists: Lists) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _listed_keys(lists: Lists, width: int) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Listed rows [T, K, D] of each cache side by side, in fp32; where lists have a -1 also which
     of the keys are listed, bool [T, keys]. Keys that are not listed are finite."""
-    rows_TN = torch.cat([rows_TK for _, rows_TK in lists], dim=1) if lists[1:] else lists[0][1]
+    rows_TN = torch.cat([rows_TK for _, rows_TK, _ in lists], dim=1) if lists[1:] else lists[0][1]
     seen_TN = None
     if rows_TN.numel() and int(rows_TN.min()) < 0:
         seen_TN = rows_TN >= 0
     if not lists[1:] and seen_TN is None:
         return _rows_of(*lists[0]).float(), None
-    counts = [rows_TK.shape[1] for _, rows_TK in lists]
-    keys_TND = torch.empty(*rows_TN.shape, lists[0][0].shape[1])
-    for (cache_ND, rows_TK), part_TKD in zip(lists, keys_TND.split(counts, dim=1), strict=True):
+    counts = [rows_TK.shape[1] for _, rows_TK, _ in lists]
+    keys_TND = torch.empty(*rows_TN.shape, width)
+    for (cache_ND, rows_TK, form), part_TKD in zip(
+        lists, keys_TND.split(counts, dim=1), strict=True
+    ):
         if seen_TN is None:
-            part_TKD.copy_(_rows_of(cache_ND, rows_TK))
+            part_TKD.copy_(_rows_of(cache_ND, rows_TK, form))
         elif rows_TK.numel():
-            _copy_listed(part_TKD, cache_ND, rows_TK)
+            _copy_listed(part_TKD, cache_ND, rows_TK, form)
     return keys_TND, seen_TN
 
 
-def _copy_listed(out_TKD: torch.Tensor, cache_ND: torch.Tensor, rows_TK: torch.Tensor) -> None:
+def _copy_listed(
+    out_TKD: torch.Tensor, cache_ND: torch.Tensor, rows_TK: torch.Tensor, form: str
+) -> None:
     """Another row of the same list stands in for -1, as only listed rows are sure to be finite; 0
     where there is none."""
     stand_in_T1 = rows_TK.amax(1, keepdim=True)
     chosen_TK = torch.where(rows_TK < 0, stand_in_T1, rows_TK)
-    out_TKD.copy_(_rows_of(cache_ND, chosen_TK.clamp(min=0)))
+    out_TKD.copy_(_rows_of(cache_ND, chosen_TK.clamp(min=0), form))
     if int(stand_in_T1.min()) < 0:
         out_TKD.masked_fill_((chosen_TK < 0).unsqueeze(2), 0.0)
 
 
-def _rows_of(cache_ND: torch.Tensor, rows_TK: torch.Tensor) -> torch.Tensor:
-    """[T, K, D]: the listed rows."""
-    listed = cache_ND.index_select(0, rows_TK.flatten())
-    return listed.view(*rows_TK.shape, cache_ND.shape[1])
+def _rows_of(cache_ND: torch.Tensor, rows_TK: torch.Tensor, form: str = DENSE) -> torch.Tensor:
+    """[T, K, D]: the listed rows of a cache in a format."""
+    listed = _numbers(cache_ND.index_select(0, rows_TK.flatten()), form)
+    return listed.view(*rows_TK.shape, listed.shape[1])
 
 
-def plain_on_cpu(case: AttentionCase, target: Target) -> Verdict:
+def _numbers(rows_ND: torch.Tensor, form: str) -> torch.Tensor:
+    """Rows of a cache in a format as numbers."""
+    return rows_ND if form == DENSE else row_numbers(form, rows_ND)
+
+
+def as_on_cpu(case: AttentionCase, target: Target) -> Verdict:
     """What the models that run on the CPU need."""
-    formats = {case.window_format, case.entry_format}
-    if formats != {DENSE}:
-        return no(f"reads dense caches alone, not {', '.join(sorted(formats - {DENSE}))}")
     if case.rope_extra or not case.window or not case.sink:
         return no("wants a window, sinks, and keys as wide as values")
     if case.lse:
@@ -276,6 +285,6 @@ def _softmax(scores_THN: torch.Tensor) -> torch.Tensor:
 
 
 BACKENDS = (
-    cpu_backend("attention.sparse_prefill", sparse_prefill, eligible=plain_on_cpu),
-    cpu_backend("attention.sparse_decode", sparse_decode, eligible=plain_on_cpu),
+    cpu_backend("attention.sparse_prefill", sparse_prefill, eligible=as_on_cpu),
+    cpu_backend("attention.sparse_decode", sparse_decode, eligible=as_on_cpu),
 )

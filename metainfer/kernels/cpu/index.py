@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TypeAlias
 
 import torch
 
 from metainfer.kernels.cpu.backend import cpu_backend, on_cpu
+from metainfer.kernels.cpu.coded import key_numbers
 from metainfer.kernels.cpu.tiles import row_tiles
 from metainfer.kernels.reference.dtypes import TORCH_DTYPES
 from metainfer.kernels.registry import Verdict, no
 from metainfer.ops.base import Target
 from metainfer.ops.index import DENSE, IndexCase
+
+Coded: TypeAlias = (
+    torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+)  # plain numbers, or codes and scales
 
 # Products (rows x heads x entries) that are held at a time.
 _TILE_PRODUCTS = 2**20
@@ -19,19 +25,20 @@ _TILE_PRODUCTS = 2**20
 
 def index_topk(
     case: IndexCase,
-    q_THI: torch.Tensor,
+    q: Coded,
     weights_TH: torch.Tensor,
-    keys_MI: torch.Tensor,
+    keys: Coded,
     key_rows_BE: torch.Tensor,
     sequence_T: torch.Tensor | None,
     positions_T: torch.Tensor,
     candidates_TB: torch.Tensor | None,
 ) -> torch.Tensor:
+    q_THI = _numbers(case, q)
     ids_TK = torch.empty(len(q_THI), case.topk, dtype=torch.int64)
     seen_T = ((positions_T + 1) // case.ratio).clamp_(max=key_rows_BE.shape[1])
     for sequence, rows in _runs(sequence_T, len(q_THI)):
         listed = key_rows_BE[sequence] if sequence_T is None else _listed(key_rows_BE[sequence])
-        keys_EI = keys_MI.index_select(0, listed).to(TORCH_DTYPES[case.dtype])
+        keys_EI = _numbers(case, keys, listed)
         _choose_run(case, q_THI[rows], weights_TH[rows], keys_EI, seen_T[rows], ids_TK[rows])
     return ids_TK
 
@@ -75,9 +82,9 @@ def _choose_run(
 
 def index_topk_decode(
     case: IndexCase,
-    q_THI: torch.Tensor,
+    q: Coded,
     weights_TH: torch.Tensor,
-    keys_MI: torch.Tensor,
+    keys: Coded,
     key_rows_TE: torch.Tensor,
     candidates_TB: torch.Tensor | None,
 ) -> torch.Tensor:
@@ -85,15 +92,26 @@ def index_topk_decode(
     seen_T = (key_rows_TE >= 0).sum(1)
     if entries <= case.topk:
         return _first(case, seen_T)
+    q_THI = _numbers(case, q)
     ids_TK = torch.empty(rows, case.topk, dtype=torch.int64)
     for tile in row_tiles(rows, case.heads * entries, _TILE_PRODUCTS):
         # A row of the cache that nobody listed may stand in where the list has ended: what it
         # gives is not looked at.
-        listed = keys_MI.index_select(0, key_rows_TE[tile].flatten().clamp(min=0))
-        keys_tEI = listed.view(-1, entries, case.width).to(TORCH_DTYPES[case.dtype])
+        listed = _numbers(case, keys, key_rows_TE[tile].flatten().clamp(min=0))
+        keys_tEI = listed.view(-1, entries, case.width)
         products_tHE = torch.bmm(q_THI[tile], keys_tEI.transpose(1, 2))
         ids_TK[tile] = _choose(case, products_tHE, weights_TH[tile], seen_T[tile])
     return ids_TK
+
+
+def _numbers(case: IndexCase, coded: Coded, rows_N: torch.Tensor | None = None) -> torch.Tensor:
+    """Keys or queries, all or some rows, as they are multiplied: coded ones are in fp32."""
+    parts = coded if isinstance(coded, tuple) else (coded,)
+    if rows_N is not None:
+        parts = tuple(part.index_select(0, rows_N) for part in parts)
+    if case.key_format == DENSE:
+        return parts[0].to(TORCH_DTYPES[case.dtype])
+    return key_numbers(case.key_format, *parts)
 
 
 def _first(case: IndexCase, seen_T: torch.Tensor) -> torch.Tensor:
@@ -136,15 +154,13 @@ def _drop_late_equals(
     chosen_TE.logical_and_(~equal_TE | (equal_TE.cumsum(1) <= room_T1))
 
 
-def _plain_keys(case: IndexCase, target: Target) -> Verdict:
-    if case.key_format != DENSE:
-        return no(f"does not read index keys in the format {case.key_format}")
+def _without_candidates(case: IndexCase, target: Target) -> Verdict:
     if case.candidate_blocks:
         return no(f"knows no blocks of candidates, and the case has {case.candidate_blocks}")
     return on_cpu(case, target)
 
 
 BACKENDS = (
-    cpu_backend("attention.index_topk", index_topk, eligible=_plain_keys),
-    cpu_backend("attention.index_topk_decode", index_topk_decode, eligible=_plain_keys),
+    cpu_backend("attention.index_topk", index_topk, eligible=_without_candidates),
+    cpu_backend("attention.index_topk_decode", index_topk_decode, eligible=_without_candidates),
 )

@@ -8,6 +8,7 @@ import torch
 
 from metainfer.kernels.inputs.base import Call, Draw, apart
 from metainfer.kernels.inputs.quantise import widened
+from metainfer.kernels.reference.formats import encode_rows
 from metainfer.ops.base import Load
 from metainfer.ops.cache import DENSE
 from metainfer.ops.formats import FORMATS, INDEX_FORMATS
@@ -30,6 +31,26 @@ def write(
     return Call(
         (), (x_TD, weight_D, _angles(case, draw, rows), *_written(case, draw, rows, dtype, large))
     )
+
+
+def read(case: Any, draw: Draw, rows: int, spread: bool = False) -> Call:
+    """Numbers of all sizes, one row twice. `spread`: rows lie apart."""
+    form = FORMATS[case.format]
+    cache = encode_rows(case.format, widened(draw, draw.normal(rows + _SPARE, form.width), 16))
+    rows_T = draw.integers(0, rows + _SPARE, rows)
+    rows_T[-1:] = rows_T[:1]
+    if spread:
+        cache = torch.cat([cache, cache[:, :16]], dim=1)[:, : form.row_bytes]
+    return Call((), (cache, rows_T))
+
+
+def read_at_load(case: Any, draw: Draw, load: Load) -> Call:
+    form, rows = FORMATS[case.format], load.rows
+    if draw.shapes_only:
+        cache = _bytes(draw, rows + _SPARE, form.row_bytes)
+    else:
+        cache = encode_rows(case.format, draw.normal(rows + _SPARE, form.width))
+    return Call((), (cache, draw.spread(1, rows, rows + _SPARE)[0]))
 
 
 def write_index(

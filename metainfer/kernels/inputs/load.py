@@ -40,6 +40,7 @@ LOADED: Mapping[str, Loaded] = MappingProxyType(
         "norm.rms_norm_fp8": _by_rows(norm.rms_norm_fp8),
         "quantise.fp8": _by_rows(quantise.fp8),
         "cache.write": cache.write_at_load,
+        "cache.read": cache.read_at_load,
         "cache.write_index": cache.write_index_at_load,
         "index.encode_queries": _by_rows(cache.encode_queries),
         "linear.dense": _by_rows(linear.dense),

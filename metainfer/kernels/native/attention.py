@@ -8,7 +8,7 @@ from metainfer.kernels.cpu import attention as torch_attention
 from metainfer.kernels.native.backend import FEW_ROWS, MOST_ELEMENTS, Native, is_bf16, require
 from metainfer.kernels.native.library import Library
 from metainfer.kernels.registry import Backend, Verdict, no
-from metainfer.ops.attention import AttentionCase
+from metainfer.ops.attention import DENSE, AttentionCase
 from metainfer.ops.base import Target
 
 
@@ -53,9 +53,12 @@ def sparse_decode(
 
 
 def _eligible(case: AttentionCase, target: Target) -> Verdict:
+    formats = {case.window_format, case.entry_format}
+    if formats != {DENSE}:
+        return no(f"reads dense caches alone, not {', '.join(sorted(formats - {DENSE}))}")
     if case.scale is not None:
         return no(f"scales by width^-0.5 alone, not by {case.scale:.4g}")
-    return torch_attention.plain_on_cpu(case, target)
+    return torch_attention.as_on_cpu(case, target)
 
 
 def backends(native: Native) -> tuple[Backend, ...]:

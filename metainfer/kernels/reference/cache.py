@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from metainfer.kernels.reference.dtypes import TORCH_DTYPES
 from metainfer.kernels.reference.formats import (
     decode_rows,
     encode_index,
@@ -15,7 +16,7 @@ from metainfer.kernels.reference.formats import (
 from metainfer.kernels.reference.norm import layer_normed, rms
 from metainfer.kernels.reference.rotation import rotated
 from metainfer.kernels.registry import Backend
-from metainfer.ops.cache import DENSE, CacheWriteCase
+from metainfer.ops.cache import DENSE, CacheReadCase, CacheWriteCase
 from metainfer.ops.index_codes import IndexEncodeCase, IndexWriteCase
 from metainfer.ops.kernel_order import REFERENCE
 
@@ -36,6 +37,10 @@ def write(
     kept = x_TD.to(cache.dtype) if case.format == DENSE else encode_rows(case.format, x_TD)
     cache[rows_T[rows_T >= 0]] = kept[rows_T >= 0]
     return (kept if case.format == DENSE else decode_rows(case.format, kept)).to(x_TD.dtype)
+
+
+def read(case: CacheReadCase, cache: torch.Tensor, rows_T: torch.Tensor) -> torch.Tensor:
+    return decode_rows(case.format, cache[rows_T]).to(TORCH_DTYPES[case.dtype])
 
 
 def write_index(
@@ -82,6 +87,7 @@ def _rotated(x_THD: torch.Tensor, rotation_TR2: torch.Tensor | None, *places: An
 
 BACKENDS = (
     Backend("cache.write", REFERENCE, write),
+    Backend("cache.read", REFERENCE, read),
     Backend("cache.write_index", REFERENCE, write_index),
     Backend("index.encode_queries", REFERENCE, encode_queries),
 )

@@ -1,4 +1,5 @@
-"""Latents into caches: norm, rotation, encoding and write, and the row as the cache keeps it."""
+"""Latents into caches: norm, rotation, encoding and write, and the row as the cache keeps it; and
+rows of caches as numbers."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from metainfer.kernels.reference.dtypes import TORCH_DTYPES
 from metainfer.kernels.triton.backend import Declared
 from metainfer.kernels.triton.codes import (
     e2m1_groups_by_e4m3,
@@ -15,9 +17,10 @@ from metainfer.kernels.triton.codes import (
     e8m0_to_float,
     packed_pairs,
 )
+from metainfer.kernels.triton.key_rows import decoded
 from metainfer.kernels.triton.launch import Launcher
 from metainfer.kernels.triton.rows import RowTile, prepared, rounded, row_tile
-from metainfer.ops.cache import DENSE, CacheWriteCase
+from metainfer.ops.cache import DENSE, CacheReadCase, CacheWriteCase
 from metainfer.ops.formats import FORMATS
 
 
@@ -179,6 +182,25 @@ def write(
     return y_TD
 
 
+def read(
+    launch: Launcher, case: CacheReadCase, cache: torch.Tensor, rows_T: torch.Tensor
+) -> torch.Tensor:
+    width = FORMATS[case.format].width
+    extra = width - 2 ** (width.bit_length() - 1)
+    # Of one sequence all rows are seen.
+    seen_1 = rows_T.new_full((1,), len(rows_T))
+    return decoded(
+        launch,
+        case.format,
+        cache,
+        rows_T.unsqueeze(0),
+        seen_1,
+        width - extra,
+        extra,
+        TORCH_DTYPES[case.dtype],
+    )
+
+
 def _constants(case: CacheWriteCase, tile: RowTile) -> dict[str, int]:
     return {
         "WIDTH": case.width,
@@ -190,4 +212,4 @@ def _constants(case: CacheWriteCase, tile: RowTile) -> dict[str, int]:
     }
 
 
-BACKENDS = (Declared("cache.write", write),)
+BACKENDS = (Declared("cache.write", write), Declared("cache.read", read))

@@ -101,14 +101,12 @@ def format_constants(launch: Launcher, name: str, width: int) -> dict[str, Any]:
 
 def decoded(
     launch: Launcher, name: str, entries: torch.Tensor, rows_BE: torch.Tensor,
-    seen_B: torch.Tensor, width: int, extra: int,
+    seen_B: torch.Tensor, width: int, extra: int, dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:  # fmt: skip
-    """bf16 [B * E, width + extra]: the entries that a table lists, decoded, those of each sequence
-    from seen_B on left as memory was."""
+    """[B * E, width + extra]: the entries that a table lists, decoded, those of each sequence from
+    seen_B on left as memory was."""
     sequences, columns = rows_BE.shape
-    out = torch.empty(
-        sequences * columns, width + extra, dtype=torch.bfloat16, device=entries.device
-    )
+    out = torch.empty(sequences * columns, width + extra, dtype=dtype, device=entries.device)
     launch(
         decode_listed,
         (triton.cdiv(columns, 16), sequences),
