@@ -11,7 +11,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -21,11 +21,11 @@ from metainfer.arch.cache_kinds import blocks_for
 from metainfer.bench.profile_settings import ProfileLoad
 from metainfer.bench.traffic import draw_ids
 from metainfer.kernels.compare import tensors
-from metainfer.kernels.registry import Kernel, Registry
+from metainfer.kernels.registry import Kernel
 from metainfer.llm.engine import LoadedModel
 from metainfer.llm.request import Request, SamplingParams
 from metainfer.llm.step import SequenceStep, Step, StepKind
-from metainfer.ops.base import Load, Target
+from metainfer.ops.base import Load
 from metainfer.ops.catalogue import OPS
 
 _HELD_CYCLES_PER_S = 2.0e9
@@ -46,7 +46,7 @@ class Called:
 
 @dataclass(slots=True)
 class Meter:
-    """Times calls of kernels while it is on. `device`: "cpu" or "cuda"."""
+    """A watcher that times calls of kernels while it is on. `device`: "cpu" or "cuda"."""
 
     device: str
     on: bool = False
@@ -81,18 +81,6 @@ class Meter:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
-
-
-class Metered(Registry):
-    """The same backends, whose kernels a meter times."""
-
-    def __init__(self, registry: Registry, meter: Meter) -> None:
-        super().__init__(backend for op in OPS for backend in registry.backends(op).values())
-        self._meter = meter
-
-    def bind(self, op: str, case: Any, target: Target, order: str = "") -> Kernel:
-        kernel = super().bind(op, case, target, order)
-        return replace(kernel, run=partial(self._meter.run, kernel))
 
 
 @dataclass(frozen=True, slots=True)

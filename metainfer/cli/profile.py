@@ -19,9 +19,10 @@ def run(
     terminal: Terminal, load: ProfileLoad, settings: EngineSettings, results: BenchResults
 ) -> int:
     from metainfer.arch.families import read_arch
-    from metainfer.bench.profile import Meter, Metered, profiles
+    from metainfer.bench.profile import Meter, profiles
     from metainfer.bench.profile_report import record, text_report
     from metainfer.bench.stage import parse_setting, sized
+    from metainfer.bench.watched import Watched
     from metainfer.kernels.timing import measure_rates
     from metainfer.llm.engine import load_model
 
@@ -36,7 +37,7 @@ def run(
     meter = Meter("cpu")
     with terminal.progress("loading") as progress:
         loaded = load_model(
-            model, alone, progress.update, watched=lambda registry: Metered(registry, meter)
+            model, alone, progress.update, watched=lambda registry: Watched(registry, meter)
         )
     meter.device = loaded.plan.device.value.partition(":")[0]
     found = profiles(loaded, meter, load, terminal.say)

@@ -120,13 +120,17 @@ class Engine:
             UserError: there is no such model, flags contradict each other or it does not fit.
             CheckpointError: listing everything that is wrong with the files.
         """
-        began_s = time.perf_counter()
         loaded = load_model(directory, settings, on_progress, on_plan=on_plan)
+        return cls.start(loaded, check_every_step=check_every_step)
+
+    @classmethod
+    def start(cls, loaded: LoadedModel, *, check_every_step: bool = False) -> Engine:
+        """Warm a model up and serve it. Raises what the model raises."""
         plan, runner, compilations = loaded.plan, loaded.runner, loaded.compilations
         _in_a_thread(lambda: warm_up(runner, plan))
         compilations.begin_service()
-        name = loaded.arch.name
-        _log.info("%s is ready after %s", name, format_seconds(time.perf_counter() - began_s))
+        ready_s = time.perf_counter() - loaded.began_s
+        _log.info("%s is ready after %s", loaded.arch.name, format_seconds(ready_s))
         return cls(
             loaded.machine,
             loaded.arch,
@@ -184,6 +188,7 @@ class LoadedModel:
 
     Attributes:
         kernels: every op that a layer or the sampler bound, with its backend.
+        began_s: `time.perf_counter()` when loading began.
     """
 
     machine: Machine
@@ -192,6 +197,7 @@ class LoadedModel:
     kernels: tuple[Kernel, ...]
     runner: Runner[CacheStorage]
     compilations: Compilations
+    began_s: float
 
 
 def load_model(
@@ -202,7 +208,7 @@ def load_model(
     on_plan: Callable[[Machine, Plan], None] | None = None,
     watched: Callable[[Registry], Registry] | None = None,
 ) -> LoadedModel:
-    """What `Engine.load` does before it starts to serve.
+    """What `Engine.load` does before `Engine.start`.
 
     Args:
         watched: makes the registry that layers bind from out of the machine's own; it must choose
@@ -210,6 +216,7 @@ def load_model(
 
     Raises UserError, CheckpointError: as `Engine.load`.
     """
+    began_s = time.perf_counter()
     settings = settings or EngineSettings()
     directory = model_source(directory, settings)
     arch = read_arch(directory, settings.hf_overrides)
@@ -227,7 +234,7 @@ def load_model(
         kernels, runner = _in_a_thread(
             lambda: _make_runner(arch, plan, checkpoint, bound, capabilities.target)
         )
-    return LoadedModel(machine, arch, plan, kernels, runner, compilations)
+    return LoadedModel(machine, arch, plan, kernels, runner, compilations, began_s)
 
 
 def limits_of(arch: Arch, plan: Plan) -> Limits:

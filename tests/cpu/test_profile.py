@@ -11,9 +11,10 @@ import pytest
 
 from metainfer.arch.tiny import tiny_config
 from metainfer.bench.plot_profile import draw_profile
-from metainfer.bench.profile import Meter, Metered, Profile, profiles
+from metainfer.bench.profile import Meter, Profile, profiles
 from metainfer.bench.profile_report import record, text_report
 from metainfer.bench.profile_settings import ProfileLoad
+from metainfer.bench.watched import Watched
 from metainfer.core.errors import UserError
 from metainfer.llm.engine import LoadedModel, load_model
 from metainfer.ops.floor import Rates
@@ -37,7 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def run(model: Path) -> tuple[LoadedModel, list[Profile]]:
     meter = Meter("cpu")
-    loaded = load_model(model, SETTINGS, watched=lambda registry: Metered(registry, meter))
+    loaded = load_model(model, SETTINGS, watched=lambda registry: Watched(registry, meter))
     return loaded, profiles(loaded, meter, LOAD, lambda _: None)
 
 
@@ -90,7 +91,7 @@ def test_the_record_tells_floors_and_is_drawn(run: tuple[LoadedModel, list[Profi
 
 def test_a_meter_that_is_off_notes_nothing(model: Path) -> None:
     meter = Meter("cpu")
-    loaded = load_model(model, SETTINGS, watched=lambda registry: Metered(registry, meter))
+    loaded = load_model(model, SETTINGS, watched=lambda registry: Watched(registry, meter))
     plain = load_model(model, SETTINGS)
     assert [(k.op, k.backend) for k in loaded.kernels] == [(k.op, k.backend) for k in plain.kernels]
     assert meter.take() == {}

@@ -1,0 +1,120 @@
+"""A long prompt held against the references at some of its positions.
+
+The prompt goes through the engine's own steps in chunks, then a token is decoded, over cache blocks
+in random order. At sampled positions every layer is computed a second time: from its queries, from
+latents and states of compressors as they were when their own rows were computed, and from the
+entries that the caches hold. Where these lie is worked out here anew, from position and block
+alone, so that wrong rows, windows, angles and lists show as well as wrong products.
+
+What one position gives is compared with the tolerance of its operation.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from metainfer.arch.cache_kinds import BLOCK_TOKENS, blocks_for
+from metainfer.bench.positions_watch import Finding, PositionsWatch
+from metainfer.bench.traffic import draw_ids
+from metainfer.core.errors import UserError
+from metainfer.llm.engine import LoadedModel
+from metainfer.llm.request import Request, SamplingParams
+from metainfer.llm.step import SequenceStep, Step, StepKind
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """Attributes:
+    tokens: of the prompt; the position behind it was decoded.
+    positions: that were looked at, ascending.
+    findings: one for each operation, layer and position.
+    seconds: that all of it took, the prompt included.
+    """
+
+    tokens: int
+    positions: tuple[int, ...]
+    findings: tuple[Finding, ...]
+    seconds: float
+
+    @property
+    def wrong(self) -> tuple[Finding, ...]:
+        return tuple(found for found in self.findings if found.problem)
+
+
+def sample_positions(tokens: int, count: int, chunk: int, seed: int) -> tuple[int, ...]:
+    """At most `count` positions of a prompt: its last, then by turns one just behind the start of
+    a chunk, whose window began in the chunk before, and one anywhere."""
+    generator = random.Random(f"positions/{seed}")
+    chosen = {tokens - 1}
+    starts = range(chunk, tokens, chunk)
+    for number in range(10 * count):
+        if len(chosen) >= min(count, tokens):
+            break
+        if starts and number % 2 == 0:
+            near = generator.choice(starts) + generator.randrange(8)
+            chosen.add(min(near, tokens - 1))
+        else:
+            chosen.add(generator.randrange(tokens))
+    return tuple(sorted(chosen))
+
+
+def check_positions(
+    loaded: LoadedModel,
+    watch: PositionsWatch,
+    tokens: int,
+    count: int,
+    seed: int,
+) -> Checked:
+    """Compute a prompt of so many tokens and a token behind it, and check `count` positions of the
+    prompt and the decoded one.
+
+    Args:
+        watch: whose registry the model's layers were bound from.
+
+    Raises UserError if the engine has no room for such a sequence.
+    """
+    plan, runner = loaded.plan, loaded.runner
+    room = min(plan.max_model_len.value, plan.num_blocks.value * BLOCK_TOKENS)
+    if tokens >= room:
+        raise UserError(
+            f"a prompt of {tokens} tokens cannot be checked: the engine has room for {room}",
+            hint="check a shorter one, or give more --max-model-len",
+        )
+    began_s = time.perf_counter()
+    chunk = plan.max_num_batched_tokens.value
+    chunk -= chunk % BLOCK_TOKENS if chunk > BLOCK_TOKENS else 0
+    generator = random.Random(f"prompt/{seed}")
+    prompt = draw_ids(generator, tokens + 1, loaded.arch.vocab_size)
+    blocks = generator.sample(range(plan.num_blocks.value), blocks_for(tokens + 1))
+    positions = sample_positions(tokens, count, chunk, seed)
+    watch.begin(loaded.arch, blocks, positions, tokens)
+    missed = runner.decode_steps.num_missed if runner.decode_steps is not None else 0
+    for start in range(0, tokens, chunk):
+        ids = prompt[start : min(start + chunk, tokens)]
+        watch.expect(start, len(ids))
+        runner.dry_run(_step(start, ids, blocks, decodes=False))
+    watch.expect(tokens, 1)
+    runner.dry_run(_step(tokens, prompt[tokens:], blocks, decodes=True))
+    if runner.decode_steps is not None:
+        runner.decode_steps.num_missed = missed  # graphs are made later
+    findings = watch.end()
+    return Checked(tokens, (*positions, tokens), findings, time.perf_counter() - began_s)
+
+
+def _step(start: int, ids: Sequence[int], blocks: Sequence[int], decodes: bool) -> Step:
+    """Some rows of the one sequence, in slot 0; the first clears it."""
+    part = SequenceStep(
+        request_id="positions",
+        state_slot=0,
+        blocks=tuple(blocks[: blocks_for(start + len(ids))]),
+        start=start,
+        token_ids=tuple(ids),
+        sample_rows=1,
+        resets_state=start == 0,
+    )
+    request = Request("positions", (0,), SamplingParams(temperature=0.0), 0.0)
+    kind = StepKind.DECODE if decodes else StepKind.PREFILL
+    return Step(0, kind, (part,), int(decodes), admitted=(request,))
