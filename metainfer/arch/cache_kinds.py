@@ -53,9 +53,6 @@ class CacheKind:
     row_width: int
     fp32: bool = False
 
-    def bytes_per_block(self, cache_element_bytes: int) -> int:
-        return self.rows_per_block * self.row_width * (4 if self.fp32 else cache_element_bytes)
-
 
 def cache_kinds(arch: Arch, draft_rows: int = 0) -> tuple[CacheKind, ...]:
     """All kinds of `arch`. Rings hold `draft_rows` more than needed, so that rejected rows of a

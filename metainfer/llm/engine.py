@@ -44,6 +44,7 @@ from metainfer.llm.warmup import warm_up
 from metainfer.models.deepseek_v4 import DeepseekV4
 from metainfer.nn.cache import CacheStorage
 from metainfer.ops.base import Target
+from metainfer.ops.cache_formats import cache_formats
 from metainfer.plan.build import build_plan, choose_target
 from metainfer.plan.plan import Plan
 from metainfer.plan.settings import EngineSettings, LoadFormat
@@ -335,6 +336,7 @@ def _make_runner(
 ) -> tuple[tuple[Kernel, ...], Runner[CacheStorage]]:
     """What was bound, and who runs the model, which is in memory with its cache."""
     device = torch.device(plan.device.value)
+    caches = cache_formats(arch, plan.cache_dtype.value, plan.index_cache_dtype.value)
     draft_rows = plan.draft_rows.value
     model = DeepseekV4(
         arch,
@@ -346,6 +348,7 @@ def _make_runner(
         device=device,
         compute_dtype=getattr(torch, plan.compute_dtype.value),
         activations=plan.activations.value,
+        caches=caches,
         side_stream=torch.cuda.Stream(device) if plan.shared_expert_stream.value == "on" else None,
         draft_rows=draft_rows,
     )
@@ -353,7 +356,7 @@ def _make_runner(
         arch,
         num_slots=plan.max_num_seqs.value,
         num_blocks=plan.num_blocks.value,
-        cache_dtype=getattr(torch, plan.cache_dtype.value),
+        formats=caches,
         draft_rows=draft_rows,
         device=device,
         spare=bool(plan.cuda_graph_sizes.value),

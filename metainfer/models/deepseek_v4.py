@@ -17,6 +17,7 @@ from metainfer.nn.linear import dense_fp32
 from metainfer.nn.moe import MixtureOfExperts
 from metainfer.nn.step_index import StepIndex, StepIndexer
 from metainfer.ops.base import Target
+from metainfer.ops.cache_formats import FP32_CACHES, CacheFormats
 from metainfer.weights.load import Checkpoint
 
 
@@ -68,6 +69,7 @@ class DeepseekV4:
         stream_dtype: torch.dtype | None = None,
         draft_rows: int = 0,
         activations: str = "plain",
+        caches: CacheFormats = FP32_CACHES,
         side_stream: torch.cuda.Stream | None = None,
     ) -> None:
         """Read all weights and bind all kernels.
@@ -75,7 +77,7 @@ class DeepseekV4:
         Args:
             kernel_order: as `Registry.bind` takes it.
             stream_dtype: format of the residual streams; None for the compute dtype.
-            activations, side_stream: as `nn.builder.LayerBuilder` takes them.
+            activations, caches, side_stream: as `nn.builder.LayerBuilder` takes them.
             draft_rows: as in `arch.cache_kinds.cache_kinds`; the cache must have the same.
 
         Raises:
@@ -85,6 +87,7 @@ class DeepseekV4:
         self._stream_dtype = stream_dtype or compute_dtype
         self._num_streams = arch.hc_mult
         self._draft_rows = draft_rows
+        self._caches = caches
         build = LayerBuilder(
             arch,
             checkpoint,
@@ -96,6 +99,7 @@ class DeepseekV4:
             compute_dtype=compute_dtype,
             stream_dtype=self._stream_dtype,
             activations=activations,
+            caches=caches,
             side_stream=side_stream,
         )
         self._embed_VD = build.tensor("embed.weight")
@@ -113,6 +117,12 @@ class DeepseekV4:
             raise MetainferError(
                 f"the cache has {cache.draft_rows} draft rows, the model {self._draft_rows}"
             )
+        for word, has, wants in (
+            ("latents", cache.formats.latent_format, self._caches.latent_format),
+            ("index keys", cache.formats.key_format, self._caches.key_format),
+        ):
+            if has != wants:
+                raise MetainferError(f"the cache keeps {word} as {has}, the model as {wants}")
         step = self._index(inputs, cache)
         embedded_TD = self._embed_VD.index_select(0, inputs.token_ids_T).to(self._stream_dtype)
         streams_TSD = embedded_TD.unsqueeze(1).repeat(1, self._num_streams, 1)

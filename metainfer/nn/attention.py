@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from metainfer.arch.cache_kinds import Kind
@@ -9,11 +11,12 @@ from metainfer.arch.record import LayerArch, LayerKind
 from metainfer.nn.builder import LayerBuilder
 from metainfer.nn.cache import CacheStorage
 from metainfer.nn.entries import Entries, States
+from metainfer.nn.kept_rows import latents
 from metainfer.nn.linear import StackedLinear, linear
 from metainfer.nn.outputs import AttentionOutputs
 from metainfer.nn.rows import RmsNorm, Rows
 from metainfer.nn.step_index import PrefillIndex, StepIndex
-from metainfer.ops.attention import AttentionCase
+from metainfer.ops.attention import DENSE, AttentionCase
 from metainfer.ops.rope import NormRotateCase
 
 
@@ -21,9 +24,9 @@ class Attention:
     """Rows of width D -> y_TD in the compute dtype, summed over ranks; H heads of this rank. Where
     the step says which rows are wanted, only they attend, and y has only them.
 
-    One latent per token is key and value of all heads. Decode rows are written into the ring and
-    then read it; a prefill chunk is attended to as it is, behind the part of the ring that it
-    still sees, and its end is written into the ring afterwards.
+    One latent per token is key and value of all heads. Decode rows read the ring once they are
+    written into it; a prefill chunk is attended to as the cache keeps it, behind the part of the
+    ring that it still sees.
     """
 
     def __init__(self, build: LayerBuilder, layer: LayerArch) -> None:
@@ -31,7 +34,6 @@ class Attention:
         prefix = f"layers.{layer.index}.attn"
         self._layer = layer.index
         self._group = build.group
-        self._dtype = build.compute_dtype
         self._width = arch.head_dim
         self._slides = layer.kind is LayerKind.SLIDING
         self._entries = None if self._slides else Entries(build, layer)
@@ -51,22 +53,27 @@ class Attention:
         self._heads = len(self._sink_H)
         self._outputs = AttentionOutputs(build, prefix, self._heads)
 
-        self._latent_norm_D = build.norm_weight(f"{prefix}.kv_norm")
+        self._latents = latents(build, layer, f"{prefix}.kv_norm")
         widths = (arch.head_dim, arch.rope_head_dim)
         norm_rotate = "rope.norm_rotate"
         eps = arch.rms_norm_eps
         self._norm_rotate_q = build.kernel(
             norm_rotate, NormRotateCase(self._heads, *widths, weighted=False, eps=eps, dtype=dtype)
         )
-        self._norm_rotate_latent = build.kernel(
-            norm_rotate, NormRotateCase(1, *widths, weighted=True, eps=eps, dtype=dtype)
-        )
         topk = arch.index_topk if layer.kind is LayerKind.COMPRESSED_SPARSE else 0
+        kept = build.caches.latent_format
         case = AttentionCase(
-            self._heads, arch.head_dim, arch.sliding_window, layer.ratio, topk, dtype
+            self._heads,
+            arch.head_dim,
+            arch.sliding_window,
+            layer.ratio,
+            topk,
+            dtype,
+            entry_format=DENSE if self._slides else kept,
         )
-        self._attend_decode = build.kernel("attention.sparse_decode", case)
         self._attend_prefill = build.kernel("attention.sparse_prefill", case)
+        case = replace(case, window_format=kept)
+        self._attend_decode = build.kernel("attention.sparse_decode", case)
 
     def __call__(self, x: Rows, step: StepIndex, cache: CacheStorage) -> torch.Tensor:
         rotation_TR2 = step.sliding_TR2 if self._slides else step.compressing_TR2
@@ -75,29 +82,24 @@ class Attention:
         q_rank = self._q_norm(q_rank_TQ)
         q_THD = self._queries(q_rank).view(-1, self._heads, self._width)
         q_THD = self._norm_rotate_q(q_THD, None, q_rotation_TR2)
-        latent_T1D = self._norm_rotate_latent(
-            latent_TD.unsqueeze(1), self._latent_norm_D, rotation_TR2
-        )
-        # Every step reads latents as the cache keeps them, so chunks change nothing.
-        latent_TD = latent_T1D.squeeze(1).to(cache.dtype)
+        seen = self._latents(latent_TD, rotation_TR2, step, cache)
         states = self._entries.project(x.plain, step) if self._entries is not None else ()
 
         outputs = []
         if step.decode is not None:
             own = slice(step.decode.num_rows)
-            args = q_THD, latent_TD, q_rank, states
+            args = q_THD, q_rank, states
             if step.prefills:
-                args = q_THD[own], latent_TD[own], q_rank.part(own), tuple(s[own] for s in states)
+                args = q_THD[own], q_rank.part(own), tuple(s[own] for s in states)
             outputs.append(self._decode(*args, step, cache))
-        for part in step.prefills:
-            outputs.append(self._prefill(q_THD, latent_TD, q_rank, states, part, step, cache))
+        for part, latents_ND in zip(step.prefills, seen, strict=True):
+            outputs.append(self._prefill(q_THD, latents_ND, q_rank, states, part, step, cache))
         out_THD = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return self._group.all_reduce(self._outputs(out_THD, q_rotation_TR2))
 
     def _decode(
         self,
         q_THD: torch.Tensor,
-        latent_TD: torch.Tensor,
         q_rank: Rows,
         states: States,
         step: StepIndex,
@@ -106,8 +108,6 @@ class Attention:
         """Attention of the decode rows, all sequences at once."""
         decode = step.decode
         assert decode is not None
-        ring_ND = cache.rows(Kind.WINDOW, self._layer)
-        ring_ND.index_copy_(0, decode.ring_rows_T, latent_TD)
         entries_MD, entry_rows_TK = None, None
         if self._entries is not None:
             entry_rows_TK = self._entries.decode(states, q_rank, step, cache)
@@ -115,7 +115,7 @@ class Attention:
                 entries_MD = cache.rows(Kind.ENTRIES, self._layer)
         return self._attend_decode(
             q_THD,
-            ring_ND,
+            cache.rows(Kind.WINDOW, self._layer),
             decode.window_rows_TW,
             self._sink_H,
             entries_MD,
@@ -125,18 +125,14 @@ class Attention:
     def _prefill(
         self,
         q_THD: torch.Tensor,
-        latent_TD: torch.Tensor,
+        latents_ND: torch.Tensor,
         q_rank: Rows,
         states: States,
         part: PrefillIndex,
         step: StepIndex,
         cache: CacheStorage,
     ) -> torch.Tensor:
-        """Attention of the chunk of one sequence."""
-        ring_ND = cache.rows(Kind.WINDOW, self._layer)
-        chunk_PD = latent_TD[part.rows]
-        halo = ring_ND.index_select(0, part.halo_rows)
-        latents_ND = torch.cat([halo, chunk_PD]).to(self._dtype)
+        """Attention of the chunk of one sequence; latents_ND: those that its rows see."""
         entries_MD, entry_rows_1E, selected_PK = None, None, None
         if self._entries is not None:
             entry_rows_E, selected_PK = self._entries.prefill(states, q_rank, part, step, cache)
@@ -155,5 +151,4 @@ class Attention:
                 None,
                 selected_PK,
             )
-        ring_ND.index_copy_(0, part.ring_rows, chunk_PD[-len(part.ring_rows) :])
         return out_PHD

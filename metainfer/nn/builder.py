@@ -16,6 +16,7 @@ from metainfer.core.dtypes import DType
 from metainfer.core.errors import UserError
 from metainfer.kernels.registry import Kernel, Registry
 from metainfer.ops.base import Target
+from metainfer.ops.cache_formats import FP32_CACHES, CacheFormats
 from metainfer.weights.formats import DenseWeight, Fp8BlockWeight, Weight
 from metainfer.weights.load import Checkpoint
 
@@ -53,6 +54,7 @@ class LayerBuilder:
         dtype, stream_dtype: names of the formats of activations and of residual streams.
         compute_dtype: `dtype` as torch knows it.
         rounding: of rows before products with quantised matrices; None where rows stay as they are.
+        caches: formats of the caches that layers write and read.
         side_stream: where work may run beside the current stream; None for nowhere.
         weights_nbytes: bytes of all weights that were built so far, in the form they are kept in.
         kernels: all that were bound so far.
@@ -71,6 +73,7 @@ class LayerBuilder:
         compute_dtype: torch.dtype,
         stream_dtype: torch.dtype,
         activations: str = "plain",
+        caches: CacheFormats = FP32_CACHES,
         side_stream: torch.cuda.Stream | None = None,
     ) -> None:
         """`activations`: one of `ops.uses_v4.ACTIVATIONS`."""
@@ -82,6 +85,7 @@ class LayerBuilder:
         self.dtype = dtype_name(compute_dtype)
         self.stream_dtype = dtype_name(stream_dtype)
         self.rounding = _rounding(arch) if activations == "fp8" else None
+        self.caches = caches
         self.side_stream = side_stream
         self.weights_nbytes = 0
         self.kernels: list[Kernel] = []

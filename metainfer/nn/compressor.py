@@ -8,6 +8,7 @@ from metainfer.arch.cache_kinds import Kind
 from metainfer.arch.record import LayerArch, LayerKind
 from metainfer.nn.builder import LayerBuilder
 from metainfer.nn.cache import CacheStorage
+from metainfer.nn.kept_rows import writer
 from metainfer.nn.step_index import DecodeWindows, PrefillWindows
 from metainfer.ops.compress import CompressCase
 
@@ -28,7 +29,7 @@ class Compressor:
     ) -> None:
         arch = build.arch
         self._layer = layer.index
-        self._ring, self._entries = ring, entries
+        self._ring = ring
         self.names = (f"{prefix}.wkv.weight", f"{prefix}.wgate.weight")
         self._norm_weight_D = build.norm_weight(f"{prefix}.norm")
         case = CompressCase(
@@ -43,19 +44,19 @@ class Compressor:
         score_bias = build.checkpoint.tensor(f"{prefix}.ape", torch.float32)
         self.bias_RW = torch.cat([torch.zeros_like(score_bias), score_bias], dim=1)
         self._compress = build.kernel("attention.compress", case)
+        self._write = writer(build, layer, entries)
         self._compress_decode = build.kernel("attention.compress_decode", case)
 
     def decode(self, state_TW: torch.Tensor, windows: DecodeWindows, cache: CacheStorage) -> None:
         """Take in one row of state for each decode row, and write the entries that are complete."""
         ring_NW = cache.rows(self._ring, self._layer)
         ring_NW.index_copy_(0, windows.ring_rows_T, state_TW)
-        if windows.closing_CS is None:
+        if windows.closing_CS is None or windows.target_rows_C is None:
             return
         entries_CD = self._compress_decode(
             ring_NW, windows.closing_CS, self._norm_weight_D, windows.rotation_CR2
         )
-        rows_MD = cache.rows(self._entries, self._layer)
-        rows_MD.index_copy_(0, windows.target_rows_C, entries_CD.to(rows_MD.dtype))
+        self._write(entries_CD, windows.target_rows_C, cache)
 
     def prefill(self, state_PW: torch.Tensor, windows: PrefillWindows, cache: CacheStorage) -> None:
         """Take in the chunk of one sequence, and write the entries that are complete."""
@@ -66,7 +67,5 @@ class Compressor:
             entries_ED = self._compress(
                 rows_NW, windows.first_window, self._norm_weight_D, windows.rotation_ER2
             )
-            rows_MD = cache.rows(self._entries, self._layer)
-            target_rows_E = windows.entry_rows_E[windows.first_window :]
-            rows_MD.index_copy_(0, target_rows_E, entries_ED.to(rows_MD.dtype))
+            self._write(entries_ED, windows.entry_rows_E[windows.first_window :], cache)
         ring_NW.index_copy_(0, windows.ring_rows, state_PW[-len(windows.ring_rows) :])

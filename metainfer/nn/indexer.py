@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import torch
 
-from metainfer.arch.cache_kinds import Kind
 from metainfer.arch.record import LayerArch
 from metainfer.nn.builder import LayerBuilder
 from metainfer.nn.cache import CacheStorage
 from metainfer.nn.linear import linear
 from metainfer.nn.rows import Rows
 from metainfer.nn.step_index import DecodeWindows, PrefillWindows
-from metainfer.ops.index import IndexCase
+from metainfer.ops.index import DENSE, IndexCase
+from metainfer.ops.index_codes import IndexEncodeCase
 from metainfer.ops.rope import RotateCase
+
+Coded: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...]
+"""Plain numbers, or codes and scales."""
 
 
 class Indexer:
@@ -29,9 +34,13 @@ class Indexer:
         self._heads, self._width = arch.index_num_heads, arch.index_head_dim
         self._topk = arch.index_topk
         self.queries = linear(build, f"{prefix}.wq_b")
-        rotate = RotateCase(self._heads, self._width, arch.rope_head_dim, dtype=build.dtype)
-        self._rotate = build.kernel("rope.rotate", rotate)
-        case = IndexCase(self._heads, self._width, self._topk, layer.ratio, build.dtype)
+        widths, key_format = (self._heads, self._width, arch.rope_head_dim), build.caches.key_format
+        if key_format == DENSE:
+            self._made = build.kernel("rope.rotate", RotateCase(*widths, dtype=build.dtype))
+        else:
+            encode = IndexEncodeCase(key_format, *widths, dtype=build.dtype)
+            self._made = build.kernel("index.encode_queries", encode)
+        case = IndexCase(*widths[:2], self._topk, layer.ratio, build.dtype, key_format)
         self._choose = build.kernel("attention.index_topk", case)
         self._choose_decode = build.kernel("attention.index_topk_decode", case)
 
@@ -48,9 +57,8 @@ class Indexer:
         entry_rows_TE = windows.entry_rows_TE
         if entry_rows_TE is None or windows.num_entries <= self._topk:
             return entry_rows_TE
-        q_THI = self._rotated_queries(q_rank, rotation_TR2)
-        keys_MI = cache.rows(Kind.INDEX_KEYS, self._layer)
-        ids_TK = self._choose_decode(q_THI, weights_TH, keys_MI, entry_rows_TE, None)
+        q = self._queries_of(q_rank, rotation_TR2)
+        ids_TK = self._choose_decode(q, weights_TH, self._keys(cache), entry_rows_TE, None)
         # Entries and index keys lie in the same rows; -1 becomes the last column, which holds -1.
         return entry_rows_TE.gather(1, ids_TK % entry_rows_TE.shape[1])
 
@@ -67,11 +75,15 @@ class Indexer:
         there is none; None where each attends to all that it sees."""
         if len(windows.entry_rows_E) <= self._topk:
             return None
-        q_PHI = self._rotated_queries(q_rank, rotation_PR2)
-        keys_MI = cache.rows(Kind.INDEX_KEYS, self._layer)
+        q = self._queries_of(q_rank, rotation_PR2)
         entry_rows_1E = windows.entry_rows_E.unsqueeze(0)
-        return self._choose(q_PHI, weights_PH, keys_MI, entry_rows_1E, None, positions_P, None)
+        keys = self._keys(cache)
+        return self._choose(q, weights_PH, keys, entry_rows_1E, None, positions_P, None)
 
-    def _rotated_queries(self, q_rank: Rows, rotation_TR2: torch.Tensor) -> torch.Tensor:
+    def _queries_of(self, q_rank: Rows, rotation_TR2: torch.Tensor) -> Coded:
         q_THI = self.queries(q_rank).view(-1, self._heads, self._width)
-        return self._rotate(q_THI, rotation_TR2)
+        return self._made(q_THI, rotation_TR2)
+
+    def _keys(self, cache: CacheStorage) -> Coded:
+        codes_or_numbers, *scales = cache.index_keys(self._layer)
+        return (codes_or_numbers, *scales) if scales else codes_or_numbers

@@ -117,6 +117,8 @@ class StepIndex:
     token_ids_T: int64.
     sliding_TR2, compressing_TR2: fp32 [T, R / 2, 2], rotation of each row in layers without and
         with entries.
+    ring_rows_T: int64, where each row's latent goes in the window ring; -1 for those of a chunk
+        that later ones overwrite.
     phase_T: by ratio: position % ratio of each row.
     decode: None where no sequence decodes.
     prefills: the other sequences.
@@ -128,6 +130,7 @@ class StepIndex:
     token_ids_T: torch.Tensor
     sliding_TR2: torch.Tensor
     compressing_TR2: torch.Tensor
+    ring_rows_T: torch.Tensor
     phase_T: dict[int, torch.Tensor]
     decode: DecodeIndex | None
     prefills: tuple[PrefillIndex, ...]
@@ -173,16 +176,19 @@ class StepIndexer:
         end = max(ends)
         positions_T = inputs.positions_T
         decoding = inputs.num_decode_sequences
+        decode = self._decode(inputs, ends[:decoding]) if decoding else None
+        prefills = tuple(
+            self._prefill(inputs, sequence, ends[sequence])
+            for sequence in range(decoding, inputs.num_sequences)
+        )
         return StepIndex(
             token_ids_T=inputs.token_ids_T,
             sliding_TR2=self._sliding.rows(positions_T, end),
             compressing_TR2=self._compressing.rows(positions_T, end),
+            ring_rows_T=_all_ring_rows(decode, prefills),
             phase_T={ratio: positions_T % ratio for ratio in self._spans},
-            decode=self._decode(inputs, ends[:decoding]) if decoding else None,
-            prefills=tuple(
-                self._prefill(inputs, sequence, ends[sequence])
-                for sequence in range(decoding, inputs.num_sequences)
-            ),
+            decode=decode,
+            prefills=prefills,
         )
 
     @staticmethod
@@ -272,14 +278,16 @@ class StepIndexer:
         end = tables_TM.shape[1] * BLOCK_TOKENS
         angles_T = inputs.positions_T.clamp(min=0)
         ring = self._window_ring
+        ring_rows_T = (slots_T1 * ring + positions_T1 % ring).squeeze(1)
         return StepIndex(
             token_ids_T=inputs.token_ids_T,
             sliding_TR2=self._sliding.rows(angles_T, end),
             compressing_TR2=self._compressing.rows(angles_T, end),
+            ring_rows_T=ring_rows_T,
             phase_T={ratio: inputs.positions_T % ratio for ratio in self._spans},
             decode=DecodeIndex(
                 num_rows=len(positions_T1),
-                ring_rows_T=(slots_T1 * ring + positions_T1 % ring).squeeze(1),
+                ring_rows_T=ring_rows_T,
                 window_rows_TW=_ring_rows(slots_T1, positions_T1 + self._back_W, ring),
                 windows={
                     ratio: self._fixed_windows(
@@ -387,3 +395,12 @@ def _ring_rows(slots_T1: torch.Tensor, positions_TW: torch.Tensor, ring: int) ->
     """Ring rows of the positions, -1 for negative ones."""
     rows_TW = slots_T1 * ring + positions_TW % ring
     return rows_TW.masked_fill_(positions_TW < 0, -1)
+
+
+def _all_ring_rows(decode: DecodeIndex | None, prefills: tuple[PrefillIndex, ...]) -> torch.Tensor:
+    """Window ring rows of all rows of a step, -1 for those that are not written."""
+    parts = [] if decode is None else [decode.ring_rows_T]
+    for part in prefills:
+        unwritten = part.rows.stop - part.rows.start - len(part.ring_rows)
+        parts.append(torch.nn.functional.pad(part.ring_rows, (unwritten, 0), value=-1))
+    return torch.cat(parts)

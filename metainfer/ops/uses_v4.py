@@ -7,15 +7,19 @@ list with what a model that was built has bound.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from metainfer.arch.record import Arch, LayerArch, LayerKind, Quantisation, RouterKind, WeightFormat
 from metainfer.arch.split import check_split
 from metainfer.core.dtypes import DType
 from metainfer.core.errors import MetainferError
 from metainfer.ops.attention import AttentionCase
+from metainfer.ops.cache import DENSE, CacheReadCase, CacheWriteCase
+from metainfer.ops.cache_formats import FP32_CACHES, CacheFormats
 from metainfer.ops.compress import CompressCase
 from metainfer.ops.hc import HyperCase
 from metainfer.ops.index import IndexCase
+from metainfer.ops.index_codes import IndexEncodeCase, IndexWriteCase
 from metainfer.ops.linear import (
     DenseCase,
     Fp8BlockCase,
@@ -45,11 +49,12 @@ def served_uses(
     dtype: str = "bfloat16",
     stream_dtype: str = "bfloat16",
     activations: str = "plain",
+    caches: CacheFormats = FP32_CACHES,
 ) -> tuple[Use, ...]:
     """Uses of one of `ranks` ranks.
 
     Args:
-        dtype, stream_dtype, activations: as of `nn.builder.LayerBuilder`.
+        dtype, stream_dtype, activations, caches: as of `nn.builder.LayerBuilder`.
 
     Raises:
         UserError: `ranks` does not divide the model (`arch.split.check_split`).
@@ -57,7 +62,7 @@ def served_uses(
     check_split(arch, ranks)
     if activations not in ACTIVATIONS:
         raise MetainferError(f"activations are {' or '.join(ACTIVATIONS)}, not {activations}")
-    listing = _Listing(arch, ranks, dtype, stream_dtype, activations)
+    listing = _Listing(arch, ranks, dtype, stream_dtype, activations, caches)
     for layer in arch.layers:
         listing.layer(layer)
     listing.head()
@@ -68,12 +73,19 @@ class _Listing:
     """The uses so far, and the shapes of one rank."""
 
     def __init__(
-        self, arch: Arch, ranks: int, dtype: str, stream_dtype: str, activations: str
+        self,
+        arch: Arch,
+        ranks: int,
+        dtype: str,
+        stream_dtype: str,
+        activations: str,
+        caches: CacheFormats,
     ) -> None:
         self.uses = Uses(served=True)
         self._arch = arch
         self._ranks = ranks
         self._dtype = dtype
+        self._caches = caches
         self._heads = arch.num_heads // ranks
         self._rounds_any = activations == "fp8"
         stored = arch.quantisation
@@ -121,15 +133,27 @@ class _Listing:
         inputs = arch.num_heads * arch.head_dim // arch.o_groups
         self._outputs(heads, groups, inputs)
         widths = (arch.head_dim, arch.rope_head_dim)
-        for case in (
-            NormRotateCase(heads, *widths, weighted=False, eps=eps, dtype=dtype),
-            NormRotateCase(1, *widths, weighted=True, eps=eps, dtype=dtype),
-        ):
-            uses.add("rope.norm_rotate", case)
+        queries = NormRotateCase(heads, *widths, weighted=False, eps=eps, dtype=dtype)
+        uses.add("rope.norm_rotate", queries)
+        kept = self._caches.latent_format
+        if kept == DENSE:
+            latents = NormRotateCase(1, *widths, weighted=True, eps=eps, dtype=dtype)
+            uses.add("rope.norm_rotate", latents)
+        else:
+            uses.add("cache.write", CacheWriteCase(kept, *widths, "rms", eps=eps, dtype=dtype))
+            uses.add("cache.read", CacheReadCase(kept, dtype), (PREFILL,))
         topk = arch.index_topk if layer.kind is LayerKind.COMPRESSED_SPARSE else 0
         window = arch.sliding_window
-        attend = AttentionCase(heads, arch.head_dim, window, layer.ratio, topk, dtype)
-        uses.add("attention.sparse_decode", attend, (DECODE,))
+        attend = AttentionCase(
+            heads,
+            arch.head_dim,
+            window,
+            layer.ratio,
+            topk,
+            dtype,
+            entry_format=kept if layer.ratio else DENSE,
+        )
+        uses.add("attention.sparse_decode", replace(attend, window_format=kept), (DECODE,))
         uses.add("attention.sparse_prefill", attend, (PREFILL,))
 
     def _outputs(self, heads: int, groups: int, inputs: int) -> None:
@@ -158,16 +182,29 @@ class _Listing:
         """Compressors and, where entries are chosen, the indexer."""
         arch = self._arch
         rows = self._compressor(layer, arch.head_dim)
+        if self._caches.latent_format != DENSE:
+            written = CacheWriteCase(self._caches.latent_format, arch.head_dim, dtype=self._dtype)
+            self.uses.add("cache.write", written)
         if layer.kind is LayerKind.COMPRESSED_SPARSE:
             rows += self._compressor(layer, arch.index_head_dim) + arch.index_num_heads
             heads, width, dtype = arch.index_num_heads, arch.index_head_dim, self._dtype
             self._linear(heads * width, arch.q_lora_rank)
-            rotate = RotateCase(heads, width, arch.rope_head_dim, dtype=dtype)
-            self.uses.add("rope.rotate", rotate)
-            case = IndexCase(heads, width, arch.index_topk, layer.ratio, dtype)
+            self._index_rows(heads, width)
+            keys = self._caches.key_format
+            case = IndexCase(heads, width, arch.index_topk, layer.ratio, dtype, keys)
             self.uses.add("attention.index_topk", case, (PREFILL,))
             self.uses.add("attention.index_topk_decode", case, (DECODE,))
         self._dense_fp32(rows)
+
+    def _index_rows(self, heads: int, width: int) -> None:
+        """Index queries, and coded index keys."""
+        rope, keys, dtype = self._arch.rope_head_dim, self._caches.key_format, self._dtype
+        if keys == DENSE:
+            self.uses.add("rope.rotate", RotateCase(heads, width, rope, dtype=dtype))
+            return
+        self.uses.add("cache.write_index", IndexWriteCase(keys, width, dtype=dtype))
+        encode = IndexEncodeCase(keys, heads, width, rope, dtype=dtype)
+        self.uses.add("index.encode_queries", encode)
 
     def _compressor(self, layer: LayerArch, width: int) -> int:
         """Returns the numbers of state per token."""

@@ -14,10 +14,12 @@ from metainfer.core.errors import UserError
 from metainfer.core.units import format_bytes
 from metainfer.hardware.machine import Gpu, Machine, Unknown
 from metainfer.ops.base import Target
+from metainfer.ops.cache_formats import cache_formats
 from metainfer.ops.capabilities import Capabilities
 from metainfer.ops.kernel_order import COMPOSED, REFERENCE
 from metainfer.ops.uses import sampling_uses
 from metainfer.ops.uses_v4 import served_uses
+from metainfer.plan.caches import cache_dtypes
 from metainfer.plan.graphs import graphs_switch
 from metainfer.plan.memory import Fixed, Sizes, fit_memory
 from metainfer.plan.pace import async_scheduling, decode_share, longest_prefill_s
@@ -73,9 +75,7 @@ def build_plan(
     device = _device(machine, arch, settings, capabilities)
     _refuse_contradictions(arch, settings)
     compute_dtype = _compute_dtype(machine, arch, settings, target)
-    cache_dtype = _flag("--kv-cache-dtype", settings.kv_cache_dtype) or Value(
-        compute_dtype.value, Origin.DEFAULT, "latents are kept in the format they are computed in"
-    )
+    cache_dtype, index_cache_dtype = cache_dtypes(settings, compute_dtype.value)
     residency, kernel_order = _residency(arch, settings, capabilities)
     activations = _activations(arch, settings, capabilities)
     batched_tokens = _flag("--max-num-batched-tokens", settings.max_num_batched_tokens) or Value(
@@ -89,7 +89,7 @@ def build_plan(
         device_name=target.type,
         gpu=_gpu_index(machine, target),
         compute_dtype=compute_dtype.value,
-        cache_dtype=cache_dtype.value,
+        caches=cache_formats(arch, cache_dtype.value, index_cache_dtype.value),
         residency=residency.value,
         batched_tokens=batched_tokens.value,
         draft_rows=draft_rows.value,
@@ -103,6 +103,7 @@ def build_plan(
         activations=activations,
         shared_expert_stream=_shared_expert_stream(settings, target),
         cache_dtype=cache_dtype,
+        index_cache_dtype=index_cache_dtype,
         tensor_parallel_size=_flag("--tensor-parallel-size", settings.tensor_parallel_size)
         or Value(1, Origin.DEFAULT, "this version runs one rank"),
         max_model_len=sizes.max_model_len,
@@ -134,15 +135,16 @@ def _flag(name: str, given: T | None) -> Value[Any] | None:
     return None if given is None else Value(given, Origin.FLAG, f"given with {name}")
 
 
-def _ops(arch: Arch, activations: str) -> tuple[str, ...]:
+def _ops(arch: Arch, settings: EngineSettings, activations: str) -> tuple[str, ...]:
     """The operations that the model's layers and the sampler run."""
-    served = served_uses(arch, 1, "bfloat16", "bfloat16", activations)
+    caches = cache_formats(arch, *(one.value for one in cache_dtypes(settings, "bfloat16")))
+    served = served_uses(arch, 1, "bfloat16", "bfloat16", activations, caches)
     return tuple(dict.fromkeys(op.op for op in (*served, *sampling_uses(arch.vocab_size))))
 
 
 def _uncovered(arch: Arch, capabilities: Capabilities, settings: EngineSettings) -> list[str]:
     order = settings.kernel_order or ""
-    ops = _ops(arch, _activations(arch, settings, capabilities).value)
+    ops = _ops(arch, settings, _activations(arch, settings, capabilities).value)
     return [op for op in ops if capabilities.backend_of(op, order) is None]
 
 
@@ -160,7 +162,7 @@ def _device(
     if missing:
         listed = ", ".join(missing[:4]) + (", ..." if len(missing) > 4 else "")
         default = ",".join((*capabilities.default_order, REFERENCE))
-        count = len(_ops(arch, _activations(arch, settings, capabilities).value))
+        count = len(_ops(arch, settings, _activations(arch, settings, capabilities).value))
         raise UserError(
             f"{target} has no kernels for {len(missing)} of the {count} operations of"
             f" {arch.name} ({listed})",
@@ -318,7 +320,7 @@ def _as_the_order_has_it(
 
 def _expanding(arch: Arch, order: str, capabilities: Capabilities) -> list[str]:
     """The backends that an order puts first for products and that expand their weights."""
-    products = [op for op in _ops(arch, "plain") if op.startswith(_WEIGHTED)]
+    products = [op for op in _ops(arch, EngineSettings(), "plain") if op.startswith(_WEIGHTED)]
     chosen = {capabilities.backend_of(op, order) for op in products}
     return sorted(name for name in chosen if name and name in capabilities.expanding)
 
@@ -327,7 +329,7 @@ def _kernel_order(arch: Arch, settings: EngineSettings, capabilities: Capabiliti
     if settings.kernel_order is None:
         return Value("", Origin.DEFAULT, "the device's own order")
     order = settings.kernel_order
-    ops = _ops(arch, _activations(arch, settings, capabilities).value)
+    ops = _ops(arch, settings, _activations(arch, settings, capabilities).value)
     slow = [op for op in ops if capabilities.backend_of(op, order) == REFERENCE]
     reason = "given with --kernel-order"
     if capabilities.target.type != "cpu" and slow:

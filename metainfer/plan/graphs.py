@@ -9,6 +9,7 @@ from __future__ import annotations
 from metainfer.arch.cache_kinds import BLOCK_TOKENS
 from metainfer.arch.record import Arch
 from metainfer.core.errors import UserError
+from metainfer.ops.cache_formats import CacheFormats
 from metainfer.ops.kernel_order import COMPOSED, REFERENCE
 from metainfer.plan.ledger import activation_bytes, block_bytes, state_bytes
 from metainfer.plan.plan import Origin, Value
@@ -103,7 +104,7 @@ def graphs_bytes(
     *,
     captured: bool,
     compute_dtype: str,
-    cache_dtype: str,
+    caches: CacheFormats,
     draft_rows: int,
 ) -> int:
     """What decode steps of fixed shapes take beside those of any shape: a spare slot and block,
@@ -111,7 +112,7 @@ def graphs_bytes(
     if not rows:
         return 0
     most, longest = rows[-1], contexts[-1]
-    spare = state_bytes(arch, 1, cache_dtype, draft_rows) + block_bytes(arch, cache_dtype)
+    spare = state_bytes(arch, 1, caches, draft_rows) + block_bytes(arch, caches)
     fixed = spare + most * arch.vocab_size * 4
     if not captured:
         return fixed

@@ -14,6 +14,7 @@ from metainfer.arch.manifest import MTP_PREFIX, TensorSpec, iterate
 from metainfer.arch.record import Arch, LayerKind
 from metainfer.core.dtypes import DType
 from metainfer.ops.base import ELEMENT_BYTES
+from metainfer.ops.cache_formats import CacheFormats
 from metainfer.plan.settings import Residency
 
 KERNEL_WORKSPACE_BYTES = 256 * 2**20
@@ -56,20 +57,21 @@ def _resident_bytes(spec: TensorSpec, residency: str, compute_bytes: int) -> int
     return max(spec.nbytes, elements * compute_bytes)
 
 
-def state_bytes(arch: Arch, num_slots: int, cache_dtype: str, draft_rows: int) -> int:
+def state_bytes(arch: Arch, num_slots: int, caches: CacheFormats, draft_rows: int) -> int:
     """Memory of the rings of `num_slots` sequences."""
     kinds = cache_kinds(arch, draft_rows)
-    return num_slots * _bytes_per_block(kinds, Scope.SEQUENCE, cache_dtype)
+    return num_slots * _bytes_per_block(kinds, Scope.SEQUENCE, caches)
 
 
-def block_bytes(arch: Arch, cache_dtype: str) -> int:
+def block_bytes(arch: Arch, caches: CacheFormats) -> int:
     """Memory of one block in all growing kinds; 0 for a model that compresses nothing."""
-    return _bytes_per_block(cache_kinds(arch), Scope.TOKENS, cache_dtype)
+    return _bytes_per_block(cache_kinds(arch), Scope.TOKENS, caches)
 
 
-def _bytes_per_block(kinds: Iterable[CacheKind], scope: Scope, cache_dtype: str) -> int:
-    size = ELEMENT_BYTES[cache_dtype]
-    return sum(kind.bytes_per_block(size) for kind in kinds if kind.scope is scope)
+def _bytes_per_block(kinds: Iterable[CacheKind], scope: Scope, caches: CacheFormats) -> int:
+    return sum(
+        kind.rows_per_block * caches.row_bytes(kind) for kind in kinds if kind.scope is scope
+    )
 
 
 def activation_bytes(

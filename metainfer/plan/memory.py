@@ -14,6 +14,7 @@ from metainfer.arch.record import Arch
 from metainfer.core.errors import UserError
 from metainfer.core.units import format_bytes, format_count
 from metainfer.hardware.machine import Machine, Unknown
+from metainfer.ops.cache_formats import CacheFormats
 from metainfer.plan.graphs import graph_contexts, graph_rows, graphs_bytes
 from metainfer.plan.ledger import (
     GPU_WORKSPACE_BYTES,
@@ -38,7 +39,7 @@ class Fixed:
     device_name: str
     gpu: int
     compute_dtype: str
-    cache_dtype: str
+    caches: CacheFormats
     residency: str
     batched_tokens: int
     draft_rows: int
@@ -68,7 +69,7 @@ def fit_memory(machine: Machine, arch: Arch, settings: EngineSettings, fixed: Fi
     length, seqs = fit.length_and_seqs()
     blocks = fit.blocks(length.value, seqs.value)
     rows, contexts = fit.graph_shapes(length.value, seqs.value)
-    size = block_bytes(arch, fixed.cache_dtype)
+    size = block_bytes(arch, fixed.caches)
     return Sizes(
         max_model_len=length,
         max_num_seqs=seqs,
@@ -153,7 +154,7 @@ class _Fit:
     weights: int  # bytes
 
     def state(self, seqs: int) -> int:
-        return state_bytes(self.arch, seqs, self.fixed.cache_dtype, self.fixed.draft_rows)
+        return state_bytes(self.arch, seqs, self.fixed.caches, self.fixed.draft_rows)
 
     def activations(self, length: int, seqs: int) -> int:
         fixed = self.fixed
@@ -185,13 +186,13 @@ class _Fit:
             contexts.value,
             captured=fixed.captures,
             compute_dtype=fixed.compute_dtype,
-            cache_dtype=fixed.cache_dtype,
+            caches=fixed.caches,
             draft_rows=fixed.draft_rows,
         )
 
     def needed(self, length: int, seqs: int) -> int:
         """Bytes for `seqs` sequences of which one may be `length` tokens long."""
-        blocks = blocks_for(length) * block_bytes(self.arch, self.fixed.cache_dtype)
+        blocks = blocks_for(length) * block_bytes(self.arch, self.fixed.caches)
         steps = self.activations(length, seqs) + self.graphs(length, seqs)
         return self.weights + self.state(seqs) + steps + blocks
 
@@ -217,7 +218,7 @@ class _Fit:
         if given is not None:
             return Value(given, Origin.FLAG, "given with --num-blocks")
         useful = seqs * blocks_for(length)
-        size = block_bytes(self.arch, self.fixed.cache_dtype)
+        size = block_bytes(self.arch, self.fixed.caches)
         if self.budget.bytes is None or size == 0:
             return Value(useful, Origin.MODEL, "no cache of this model grows with the tokens")
         spare = self.budget.bytes - self.needed(length, seqs)

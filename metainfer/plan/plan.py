@@ -46,7 +46,8 @@ class Plan:
         activations: "plain", or "fp8": rounded to e4m3 groups before products with quantised
             matrices.
         shared_expert_stream: "on": the shared expert runs on a stream beside the routed ones.
-        cache_dtype: format of the latent caches, "float32" or "bfloat16".
+        cache_dtype: format of the caches of latents and entries, "float32", "bfloat16" or "fp8".
+        index_cache_dtype: format of index keys: one of these, or "fp4".
         tensor_parallel_size: ranks that share the model (1 here).
         max_model_len: longest sequence, prompt and output together.
         max_num_seqs: sequences that run at once; each owns one state slot.
@@ -73,6 +74,7 @@ class Plan:
     activations: Value[str]
     shared_expert_stream: Value[str]
     cache_dtype: Value[str]
+    index_cache_dtype: Value[str]
     tensor_parallel_size: Value[int]
     max_model_len: Value[int]
     max_num_seqs: Value[int]

@@ -12,6 +12,7 @@ from typing import Any
 
 from metainfer.core.config import Stability, flag
 from metainfer.core.errors import UserError
+from metainfer.ops.cache_formats import INDEX_DTYPES, LATENT_DTYPES
 
 
 class Residency(StrEnum):
@@ -32,6 +33,7 @@ DEVICES = ("cpu", "cuda")
 DTYPES = ("float32", "bfloat16")
 ACTIVATIONS = ("plain", "fp8")
 SWITCH = ("on", "off")
+_FP8_NAMES = ("fp8_e4m3", "fp8_ds_mla")  # of SGLang, and of vLLM for these models
 
 
 def parse_overrides(text: str) -> dict[str, Any]:
@@ -82,7 +84,17 @@ class EngineSettings:
         stability=Stability.EXPERIMENTAL,
     )
     kv_cache_dtype: str | None = flag(
-        "--kv-cache-dtype", "Format of the latent caches", choices=DTYPES
+        "--kv-cache-dtype",
+        "Format of the caches of latents and compressed entries; fp8 keeps the bytes that the"
+        " released models were trained with",
+        choices=(*LATENT_DTYPES, *_FP8_NAMES),
+        parse=lambda text: "fp8" if text in _FP8_NAMES else text,
+    )
+    index_cache_dtype: str | None = flag(
+        "--index-cache-dtype",
+        "Format of the indexer's keys and queries; where it is not given, that of the latents",
+        choices=INDEX_DTYPES,
+        stability=Stability.EXPERIMENTAL,
     )
     weights_residency: str | None = flag(
         "--weights-residency",
@@ -177,7 +189,8 @@ class EngineSettings:
         _require_choice("--dtype", self.dtype, DTYPES)
         _require_choice("--activations", self.activations, ACTIVATIONS)
         _require_choice("--shared-expert-stream", self.shared_expert_stream, SWITCH)
-        _require_choice("--kv-cache-dtype", self.kv_cache_dtype, DTYPES)
+        _require_choice("--kv-cache-dtype", self.kv_cache_dtype, LATENT_DTYPES)
+        _require_choice("--index-cache-dtype", self.index_cache_dtype, INDEX_DTYPES)
         _require_choice("--weights-residency", self.weights_residency, tuple(Residency))
         _require_least("--tensor-parallel-size", self.tensor_parallel_size, 1)
         # One token of prompt and one of output.

@@ -14,6 +14,7 @@ from metainfer.kernels.builtin import builtin_registry
 from metainfer.kernels.registry import Backend, Registry
 from metainfer.models.deepseek_v4 import DeepseekV4
 from metainfer.nn.cache import CacheStorage
+from metainfer.ops.cache_formats import FP32_CACHES
 from metainfer.ops.catalogue import OPS
 from tests.fakes.random_models import HARD, RandomModel, random_model
 from tests.fakes.steps import Driver, Track, load_model
@@ -161,7 +162,7 @@ def test_a_cache_without_spare_rows_is_refused(
     arch = random_weights.arch
     (driver,) = drivers(model, random_weights, 1)
     driver.cache = CacheStorage(
-        arch, num_slots=1, num_blocks=1, cache_dtype=torch.float32, draft_rows=0, device="cpu"
+        arch, num_slots=1, num_blocks=1, formats=FP32_CACHES, draft_rows=0, device="cpu"
     )
     with pytest.raises(MetainferError, match="spare block"):
         driver.fixed_step((Track(0), [1]), rows=1, blocks=1)

@@ -21,6 +21,7 @@ from metainfer.core.events import FinishEvent, FinishReason
 from metainfer.llm.engine import Engine
 from metainfer.llm.offline import generate
 from metainfer.llm.request import Request, SamplingParams
+from metainfer.ops.cache_formats import CacheFormats
 from metainfer.plan.ledger import block_bytes, state_bytes
 from metainfer.plan.settings import EngineSettings
 from metainfer.weights.index import SINGLE_NAME
@@ -69,9 +70,9 @@ def test_progress_plan_and_what_is_loaded(model: RandomModel) -> None:
         assert engine.arch.num_experts == model.arch.num_experts
         plan = engine.plan
         assert engine.limits.max_model_len == plan.max_model_len.value == 256
-        dtype = plan.cache_dtype.value
-        assert plan.state_bytes.value == state_bytes(engine.arch, 2, dtype, draft_rows=0)
-        blocks = plan.num_blocks.value * block_bytes(engine.arch, dtype)
+        caches = CacheFormats(plan.cache_dtype.value, plan.index_cache_dtype.value)
+        assert plan.state_bytes.value == state_bytes(engine.arch, 2, caches, draft_rows=0)
+        blocks = plan.num_blocks.value * block_bytes(engine.arch, caches)
         assert plan.blocks_bytes.value == blocks
 
 

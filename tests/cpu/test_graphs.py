@@ -6,7 +6,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
-import torch
 
 from metainfer.arch.cache_kinds import blocks_for
 from metainfer.arch.tiny import tiny_config
@@ -16,6 +15,7 @@ from metainfer.llm.request import Request, SamplingParams
 from metainfer.llm.runner import FixedShapes, Runner
 from metainfer.llm.step import IN_FLIGHT, SequenceOutput, SequenceStep, Step, StepKind
 from metainfer.nn.cache import CacheStorage
+from metainfer.ops.cache_formats import FP32_CACHES
 from tests.fakes.random_models import HARD, RandomModel, random_model
 from tests.fakes.samplers import cpu_sampler
 from tests.fakes.steps import CPU, load_model
@@ -65,7 +65,7 @@ class Bench:
             arch,
             num_slots=SLOTS,
             num_blocks=BLOCKS,
-            cache_dtype=torch.float32,
+            formats=FP32_CACHES,
             draft_rows=0,
             device=CPU,
             spare=fixed is not None,

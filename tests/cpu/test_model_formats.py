@@ -7,6 +7,8 @@ import torch
 
 from metainfer.arch.manifest import iterate
 from metainfer.arch.tiny import tiny_config, tiny_quantised_config
+from metainfer.nn.builder import dtype_name
+from metainfer.ops.cache_formats import CacheFormats
 from tests.fakes.random_models import HARD, RandomModel, dequantised, random_model
 from tests.fakes.steps import EXPANDED_ORDER, REFERENCE_ORDER, Driver, load_model
 
@@ -50,7 +52,7 @@ def logits(model: RandomModel, **options) -> torch.Tensor:
     driver = Driver(
         load_model(model.directory, model.arch, **options),
         model.arch,
-        cache_dtype=options.get("compute_dtype", torch.float32),
+        caches=CacheFormats(*[dtype_name(options.get("compute_dtype", torch.float32))] * 2),
     )
     sequence = driver.start()
     tokens = model.tokens(LENGTH)

@@ -12,6 +12,7 @@ import torch
 from metainfer.arch.tiny import tiny_config
 from metainfer.core.errors import MetainferError, UserError
 from metainfer.models.deepseek_v4 import DeepseekV4
+from metainfer.ops.cache_formats import CacheFormats
 from tests.fakes.random_models import HARD, RandomModel, random_model
 from tests.fakes.steps import Driver, Track, load_model
 
@@ -218,7 +219,7 @@ def test_a_cache_in_bf16_gives_the_same_whatever_the_chunks(random_weights: Rand
     """Chunks read their own latents as the cache will keep them. What is left between two ways of
     chunking are latents that lie on the border of two bf16 numbers."""
     model = load_model(random_weights.directory, random_weights.arch, kernel_order="")
-    driver = Driver(model, random_weights.arch, cache_dtype=torch.bfloat16)
+    driver = Driver(model, random_weights.arch, caches=CacheFormats("bfloat16", "bfloat16"))
     tokens = random_weights.tokens(LENGTH)
     whole = driver.run(tokens)
     rounding = (Driver(model, random_weights.arch).run(tokens) - whole).abs().mean()

@@ -11,6 +11,7 @@ from metainfer.arch.families import read_arch
 from metainfer.arch.record import Arch
 from metainfer.arch.tiny import tiny_arch, tiny_quantised_arch
 from metainfer.core.errors import UserError
+from metainfer.ops.cache_formats import CacheFormats
 from metainfer.ops.catalogue import OPS
 from metainfer.ops.use import DECODE, PARTS, PREFILL, Use
 from metainfer.ops.uses import uses_of
@@ -46,6 +47,20 @@ def test_uses_in_fp32_are_what_the_model_binds() -> None:
     bound = {(kernel.op, kernel.case) for kernel in build_shapes(arch, 1, torch.float32).kernels}
     uses = served_uses(arch, 1, "float32", "float32")
     assert {(use.op, use.case) for use in uses} == bound
+
+
+@pytest.mark.parametrize("keys", ["index_fp8", "index_fp4"])
+@pytest.mark.parametrize("name", ["deepseek-v4-flash", "pebble"])
+def test_uses_over_caches_of_bytes_are_what_the_model_binds(name: str, keys: str) -> None:
+    arch, caches = MODELS[name][0], CacheFormats("v4_fp8", keys)
+    bound = Counter(
+        (kernel.op, kernel.case) for kernel in build_shapes(arch, 1, caches=caches).kernels
+    )
+    uses = served_uses(arch, 1, caches=caches)
+    assert {(use.op, use.case): use.times for use in uses} == dict(bound)
+    dense = {(use.op, use.case) for use in served_uses(arch, 1)}
+    described = {(use.op, use.case) for use in uses_of(name, 1)}
+    assert set(bound) - dense <= described
 
 
 def test_a_layout_that_does_not_divide_is_refused() -> None:

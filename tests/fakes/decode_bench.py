@@ -18,6 +18,7 @@ from metainfer.llm.step import SequenceStep, Step, StepKind
 from metainfer.models.deepseek_v4 import DeepseekV4
 from metainfer.nn.cache import CacheStorage
 from metainfer.ops.base import Target
+from metainfer.ops.cache_formats import CacheFormats, cache_formats
 from metainfer.plan.build import build_plan
 from metainfer.plan.settings import EngineSettings
 from metainfer.shipped import pebble_dir
@@ -33,7 +34,7 @@ class Loaded:
 
     model: DeepseekV4
     vocab_size: int
-    cache_dtype: torch.dtype
+    caches: CacheFormats
     device: torch.device
 
     def cache(self) -> CacheStorage:
@@ -41,7 +42,7 @@ class Loaded:
             read_arch(pebble_dir()),
             num_slots=SLOTS,
             num_blocks=SLOTS * MAX_LEN // BLOCK_TOKENS,
-            cache_dtype=self.cache_dtype,
+            formats=self.caches,
             draft_rows=0,
             device=self.device,
             spare=True,
@@ -54,6 +55,7 @@ def load_pebble(target: Target, **flags: object) -> Loaded:
     settings = EngineSettings(device=target.type, max_model_len=MAX_LEN, **flags)
     plan = build_plan(probe(), arch, settings, registry.capabilities(target))
     device = torch.device(plan.device.value)
+    caches = cache_formats(arch, plan.cache_dtype.value, plan.index_cache_dtype.value)
     with Checkpoint.open(pebble_dir(), arch) as checkpoint:
         model = DeepseekV4(
             arch,
@@ -65,9 +67,10 @@ def load_pebble(target: Target, **flags: object) -> Loaded:
             device=device,
             compute_dtype=getattr(torch, plan.compute_dtype.value),
             activations=plan.activations.value,
+            caches=caches,
             side_stream=torch.cuda.Stream() if plan.shared_expert_stream.value == "on" else None,
         )
-    return Loaded(model, arch.vocab_size, getattr(torch, plan.cache_dtype.value), device)
+    return Loaded(model, arch.vocab_size, caches, device)
 
 
 @dataclass

@@ -15,6 +15,7 @@ from metainfer.kernels.reference import BACKENDS
 from metainfer.kernels.registry import Registry
 from metainfer.models.deepseek_v4 import DeepseekV4
 from metainfer.ops.base import Target
+from metainfer.ops.cache_formats import FP32_CACHES, CacheFormats
 from metainfer.weights.index import CheckpointIndex, TensorEntry
 from metainfer.weights.load import _TORCH_DTYPES, Checkpoint
 
@@ -43,7 +44,11 @@ class ShapesOnly(Checkpoint):
 
 
 def build_shapes(
-    arch: Arch, size: int, dtype: torch.dtype = torch.bfloat16, activations: str = "plain"
+    arch: Arch,
+    size: int,
+    dtype: torch.dtype = torch.bfloat16,
+    activations: str = "plain",
+    caches: CacheFormats = FP32_CACHES,
 ) -> DeepseekV4:
     """The model of one of `size` ranks, all of whose kernels are references."""
     group: Any = SimpleNamespace(rank=0, size=size, all_reduce=lambda partial: partial)
@@ -58,4 +63,5 @@ def build_shapes(
             device=torch.device("meta"),
             compute_dtype=dtype,
             activations=activations,
+            caches=caches,
         )

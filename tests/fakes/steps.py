@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from metainfer.arch.cache_kinds import BLOCK_TOKENS, Scope, cache_kinds
+from metainfer.arch.cache_kinds import BLOCK_TOKENS, Kind, Scope, cache_kinds
 from metainfer.arch.record import Arch
 from metainfer.comm.group import Group
 from metainfer.kernels.builtin import builtin_registry
@@ -20,6 +20,7 @@ from metainfer.models.deepseek_v4 import DeepseekV4
 from metainfer.nn.cache import CacheStorage
 from metainfer.nn.inputs import DecodeInputs, StepInputs
 from metainfer.ops.base import Target
+from metainfer.ops.cache_formats import FP32_CACHES, CacheFormats
 from metainfer.weights.load import Checkpoint
 
 CPU = torch.device("cpu")
@@ -38,6 +39,7 @@ def load_model(
     draft_rows: int = 0,
     registry: Registry | None = None,
     activations: str = "plain",
+    caches: CacheFormats = FP32_CACHES,
 ) -> DeepseekV4:
     """The checkpoint in `directory` on the CPU, one rank, with the backends of this package or of
     `registry`."""
@@ -54,6 +56,7 @@ def load_model(
             stream_dtype=stream_dtype,
             draft_rows=draft_rows,
             activations=activations,
+            caches=caches,
         )
 
 
@@ -79,7 +82,7 @@ class Driver:
         *,
         num_slots: int = 4,
         num_blocks: int = 24,
-        cache_dtype: torch.dtype = torch.float32,
+        caches: CacheFormats = FP32_CACHES,
         draft_rows: int = 0,
         seed: int = 0,
     ) -> None:
@@ -90,7 +93,7 @@ class Driver:
             arch,
             num_slots=num_slots,
             num_blocks=num_blocks,
-            cache_dtype=cache_dtype,
+            formats=caches,
             draft_rows=draft_rows,
             device=CPU,
             spare=True,
@@ -103,15 +106,20 @@ class Driver:
     def poison(self, owned: Sequence[Track] = ()) -> None:
         """NaN in every block and slot but those of `owned`."""
         for kind in cache_kinds(self._arch, self._draft_rows):
-            rows_ND = self.cache.rows(kind.kind, kind.source_layer)
-            blocks = rows_ND.view(-1, kind.rows_per_block, kind.row_width)
             if kind.scope is Scope.SEQUENCE:
                 kept = [sequence.slot for sequence in owned]
             else:
                 kept = [block for sequence in owned for block in sequence.blocks]
-            strangers = torch.ones(len(blocks), dtype=torch.bool)
-            strangers[kept] = False
-            blocks[strangers] = torch.nan
+            parts = (
+                self.cache.index_keys(kind.source_layer)
+                if kind.kind is Kind.INDEX_KEYS
+                else (self.cache.rows(kind.kind, kind.source_layer),)
+            )
+            for rows_ND in parts:
+                blocks = rows_ND.view(-1, kind.rows_per_block, rows_ND.shape[1])
+                strangers = torch.ones(len(blocks), dtype=torch.bool)
+                strangers[kept] = False
+                blocks[strangers] = torch.nan if rows_ND.is_floating_point() else 255
 
     def start(self) -> Track:
         return Track(self._free_slots.pop())

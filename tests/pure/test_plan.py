@@ -10,13 +10,14 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from metainfer.arch.cache_kinds import BLOCK_TOKENS, Scope, cache_kinds
+from metainfer.arch.cache_kinds import BLOCK_TOKENS, CacheKind, Scope, cache_kinds
 from metainfer.arch.families import read_arch
 from metainfer.arch.manifest import MTP_PREFIX, iterate, total_bytes
 from metainfer.arch.tiny import tiny_arch, tiny_quantised_arch
 from metainfer.core.errors import UserError
 from metainfer.hardware.machine import Gpu, Unknown
 from metainfer.ops.base import Target
+from metainfer.ops.cache_formats import FP32_CACHES, CacheFormats
 from metainfer.ops.capabilities import Capabilities
 from metainfer.ops.catalogue import OPS
 from metainfer.plan.build import CPU, build_plan, choose_target
@@ -158,12 +159,19 @@ def test_weights_are_counted_as_they_are_kept():
     assert weights_bytes(plain, "quantised", "float32") == total_bytes(plain)
 
 
+BF16, FP32 = CacheFormats("bfloat16", "bfloat16"), FP32_CACHES
+
+
+def per_block(kind: CacheKind, caches: CacheFormats) -> int:
+    return kind.rows_per_block * caches.row_bytes(kind)
+
+
 def test_state_and_blocks_are_the_sums_of_the_cache_kinds():
     for arch in (FLASH, tiny_arch()):
         rings = [k for k in cache_kinds(arch, 3) if k.scope is Scope.SEQUENCE]
-        assert state_bytes(arch, 5, "bfloat16", 3) == 5 * sum(k.bytes_per_block(2) for k in rings)
+        assert state_bytes(arch, 5, BF16, 3) == 5 * sum(per_block(k, BF16) for k in rings)
         paged = [k for k in cache_kinds(arch) if k.scope is Scope.TOKENS]
-        assert block_bytes(arch, "float32") == sum(k.bytes_per_block(4) for k in paged)
+        assert block_bytes(arch, FP32) == sum(per_block(k, FP32) for k in paged)
 
 
 @hypothesis_settings(deadline=None, max_examples=60)
@@ -190,7 +198,7 @@ def test_what_is_planned_fits_or_is_refused(available, share, max_model_len, max
     assert total <= available * share
     longest = -(-made.max_model_len.value // BLOCK_TOKENS)
     assert longest <= made.num_blocks.value <= made.max_num_seqs.value * longest
-    assert made.blocks_bytes.value == made.num_blocks.value * block_bytes(arch, "bfloat16")
+    assert made.blocks_bytes.value == made.num_blocks.value * block_bytes(arch, BF16)
 
 
 def test_blocks_stop_where_they_would_be_of_no_use():
