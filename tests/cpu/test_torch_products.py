@@ -88,14 +88,18 @@ def test_what_cublas_lacks_is_refused() -> None:
 
 
 def test_orders() -> None:
-    """Torch comes first where many rows are multiplied, and never as the code of another GPU."""
+    """Few rows have kernels of their own; torch has more rows before Triton, never as the code of
+    another GPU."""
     registry = builtin_registry(LAUNCH)
     case = Fp8RowsCase(4096, 4096)
-    assert registry.bind("linear.fp8_rows", case, HOPPER).backend == "torch"
-    assert registry.bind("linear.fp8_rows", case, ADA).backend == "triton"
-    assert registry.bind("linear.dense", DenseCase(64, 64), ADA).backend == "torch"
+    assert registry.bind("linear.fp8_rows", case, HOPPER).backend == "cuda"
+    without = "linear.fp8_rows=torch,triton"
+    assert registry.bind("linear.fp8_rows", case, HOPPER, without).backend == "torch"
+    assert registry.bind("linear.fp8_rows", case, ADA, without).backend == "triton"
+    assert registry.bind("linear.dense", DenseCase(64, 64), ADA).backend == "cuda"
+    assert registry.bind("linear.dense", DenseCase(65, 64), ADA).backend == "torch"
     able = registry.capabilities(ADA)
     assert able.default_order_of("linear.dense") == ("cuda", "torch", "triton")
     assert able.default_order_of("norm.rms_norm") == ("cuda", "triton", "torch")
-    assert able.backend_of("linear.dense") == "torch"
+    assert able.backend_of("linear.dense") == "cuda"
     assert torch_backends(PtxLauncher((8, 9), 132, driver=object())) == ()

@@ -19,6 +19,7 @@ from typing import Any
 from metainfer.core.errors import MetainferError, UserError
 
 _NAMES = ("libnvrtc.so.13", "libnvrtc.so.12")
+_FIRST_WITH_ITS_OWN = (9, 0)  # generation with instructions that later ones lack
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +116,9 @@ def _compile(
         library.nvrtcCreateProgram(ctypes.byref(program), source, file.encode(), 0, None, None),
     )
     # "a": with the instructions that this generation alone has.
+    alone = "a" if capability >= _FIRST_WITH_ITS_OWN else ""
     options = [
-        f"--gpu-architecture=sm_{capability[0]}{capability[1]}a",
+        f"--gpu-architecture=sm_{capability[0]}{capability[1]}{alone}",
         f"--include-path={kernel.folder}",
         *(f"--define-macro={name}={value}" for name, value in constants),
     ]

@@ -18,11 +18,22 @@ class Programs:
     unit compiles and loads it, which a CUDA graph cannot capture; later ones can be captured."""
 
     def __init__(
-        self, capability: tuple[int, int], compilations: Compilations | None = None
+        self,
+        capability: tuple[int, int],
+        compilations: Compilations | None = None,
+        driver: Driver | None = None,
+        *,
+        portable: bool = False,
     ) -> None:
+        """
+        Args:
+            driver: NVIDIA's on this machine where none is given.
+            portable: load PTX, which the driver translates for the GPU at hand.
+        """
         self._capability = capability
         self._compilations = compilations or Compilations()
-        self._driver: Driver | None = None
+        self._driver = driver
+        self._code = "ptx" if portable else "cubin"
         self._functions: dict[tuple[int, CudaUnit], int] = {}
 
     def start(self, unit: CudaUnit, grid: Sequence[int], arguments: Sequence[Any]) -> None:
@@ -33,7 +44,7 @@ class Programs:
         key = stream.device_index, unit
         self._driver.enter(stream.device_index)
         if key not in self._functions:
-            code = unit.compile(self._capability).asm["cubin"]
+            code = unit.compile(self._capability).asm[self._code]
             function = self._driver.load(code, unit.name)
             self._driver.allow_shared(function, unit.shared_bytes)
             self._functions[key] = function

@@ -16,7 +16,10 @@ from typing import Any
 import torch
 
 from metainfer.core.errors import MetainferError, UserError
+from metainfer.kernels.gpu import program
 from metainfer.kernels.gpu.driver import Driver
+from metainfer.kernels.gpu.program import CudaKernel
+from metainfer.kernels.gpu.run import Programs
 from metainfer.kernels.triton.launch import Grid, shared_limit
 from metainfer.kernels.triton.record import CompileUnit, unit_of
 
@@ -84,6 +87,7 @@ class PtxLauncher:
             multiprocessors = torch.cuda.get_device_properties().multi_processor_count
         self.multiprocessors = multiprocessors
         self._loaded: dict[tuple[int, CompileUnit], Loaded] = {}
+        self._programs = Programs(capability, driver=self._driver, portable=True)
 
     def __call__(
         self,
@@ -114,8 +118,16 @@ class PtxLauncher:
             values,
         )
 
-    def cuda(self, kernel: Any, *arguments: Any, **options: Any) -> None:
-        raise MetainferError(f"{kernel.entry} has no code for a GPU that is older than this one")
+    def cuda(
+        self,
+        kernel: CudaKernel,
+        grid: Grid,
+        *arguments: Any,
+        shared_bytes: int,
+        **constants: int,
+    ) -> None:
+        if 0 not in grid:
+            self._programs.start(program.unit_of(kernel, shared_bytes, constants), grid, arguments)
 
 
 def load(driver: Driver, unit: CompileUnit, capability: tuple[int, int]) -> Loaded:
