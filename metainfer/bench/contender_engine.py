@@ -7,20 +7,26 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from metainfer.arch.record import Arch
 from metainfer.bench.contender import Prompts, Timing
+from metainfer.bench.positions import check_positions
+from metainfer.bench.positions_watch import PositionsWatch
 from metainfer.bench.quality import checked
 from metainfer.bench.stage import SPARE_TOKENS
 from metainfer.bench.traffic import Arrival, Served
+from metainfer.bench.watched import Watched
 from metainfer.core.errors import MetainferError, UserError
 from metainfer.core.events import EngineEvent, FinishEvent, FinishReason, TokenEvent, Usage
 from metainfer.hardware.machine import Gpu, Machine, Unknown
 from metainfer.kernels.builtin import builtin_registry
-from metainfer.llm.engine import Engine
+from metainfer.llm.engine import Engine, LoadedModel, load_model
 from metainfer.llm.offline import Result, generate
 from metainfer.llm.request import Request, SamplingParams
 from metainfer.plan.build import build_plan, choose_target
@@ -30,11 +36,23 @@ _MOST_TOPS = 20  # alternatives that can be asked for
 
 
 class EngineContender:
-    """The engine as `serve` starts it with these settings."""
+    """The engine as `serve` starts it with these settings.
 
-    def __init__(self, model: Path, settings: EngineSettings) -> None:
+    Args:
+        check: "tokens", "count" and "seed": positions that are held against the references before
+            it serves.
+    """
+
+    def __init__(
+        self, model: Path, settings: EngineSettings, check: Mapping[str, int] | None = None
+    ) -> None:
         began_s = time.perf_counter()
-        self._engine = Engine.load(model, settings)
+        self._checked: dict[str, Any] | None = None
+        if check is None:
+            self._engine = Engine.load(model, settings)
+        else:
+            loaded, self._checked = load_checked(model, settings, **check)
+            self._engine = Engine.start(loaded)
         self._settings = settings
         self._load_s = time.perf_counter() - began_s
         self._prompt_tokens = self._cached_tokens = 0
@@ -113,6 +131,7 @@ class EngineContender:
             "plan": json.loads(engine.plan.to_json())["values"],
             "kernels": {op: dict(backends) for op, backends in chosen.items()},
             "load_s": self._load_s,
+            "positions": self._checked,
             "longest_context": longest_context(engine.machine, engine.arch, self._settings),
         }
 
@@ -196,6 +215,21 @@ class _Watched:
             output_tokens=self._tokens,
             cached_tokens=event.usage.cached_tokens,
         )
+
+
+def load_checked(
+    model: Path, settings: EngineSettings, tokens: int, count: int, seed: int
+) -> tuple[LoadedModel, dict[str, Any]]:
+    """A model in memory, and what is found at positions of a prompt (`bench.positions`)."""
+    watch = PositionsWatch()
+    loaded = load_model(model, settings, watched=lambda found: Watched(found, watch))
+    # In a thread that ends, as OpenMP wants it (`llm.engine`).
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(check_positions, loaded, watch, tokens, count, seed).result()
+    if loaded.plan.device.value != "cpu":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    return loaded, found.to_json()
 
 
 def longest_context(machine: Machine, arch: Arch, settings: EngineSettings) -> int | None:

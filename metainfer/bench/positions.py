@@ -14,7 +14,8 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from metainfer.arch.cache_kinds import BLOCK_TOKENS, blocks_for
 from metainfer.bench.positions_watch import Finding, PositionsWatch
@@ -42,6 +43,28 @@ class Checked:
     @property
     def wrong(self) -> tuple[Finding, ...]:
         return tuple(found for found in self.findings if found.problem)
+
+    def to_json(self) -> dict[str, Any]:
+        """What was found by operation: the largest error, and that of each position."""
+        ops: dict[str, dict[str, Any]] = {}
+        for one in self.findings:
+            of_op = ops.setdefault(
+                one.op, {"checks": 0, "error": 0.0, "tolerance": 0.0, "by_position": {}}
+            )
+            of_op["checks"] += 1
+            of_op["tolerance"] = max(of_op["tolerance"], one.tolerance)
+            if one.error >= of_op["error"]:
+                of_op |= {"error": one.error, "layer": one.layer, "position": one.position}
+            before = of_op["by_position"].get(one.position, 0.0)
+            of_op["by_position"][one.position] = max(before, one.error)
+        return {
+            "tokens": self.tokens,
+            "positions": list(self.positions),
+            "seconds": self.seconds,
+            "checks": len(self.findings),
+            "ops": ops,
+            "wrong": [asdict(one) for one in self.wrong],
+        }
 
 
 def sample_positions(tokens: int, count: int, chunk: int, seed: int) -> tuple[int, ...]:

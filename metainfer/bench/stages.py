@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from metainfer.arch.record import Arch
@@ -26,11 +26,16 @@ PREFILL, DECODE, TRAFFIC = "prefill", "decode", "traffic"
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """One side: how its process is set up (`bench.worker`)."""
+    """One side: how its process is set up (`bench.worker`).
+
+    Attributes:
+        once: what its first process is asked for besides.
+    """
 
     name: str
     setup: Mapping[str, Any]
     threads: int
+    once: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -73,9 +78,19 @@ class StagesRun:
     rounds: int
 
 
-def engine_contestant(name: str, setting: Setting, model: str, threads: int) -> Contestant:
+def engine_contestant(
+    name: str, setting: Setting, model: str, threads: int, once: Mapping[str, Any] | None = None
+) -> Contestant:
     setup = {"side": ENGINE, "model": model, "settings": asdict(setting.engine)}
-    return Contestant(name, setup, threads)
+    return Contestant(name, setup, threads, once or {})
+
+
+def check_of(load: StagesLoad) -> dict[str, Any]:
+    """What an engine's first process is asked for where positions are to be checked."""
+    if not load.check_positions:
+        return {}
+    tokens = max(load.input_lens)
+    return {"check": {"tokens": tokens, "count": load.check_positions, "seed": load.seed}}
 
 
 def works_of(load: StagesLoad) -> list[Work]:
@@ -113,7 +128,7 @@ def measure(
             try:
                 for one in contestants:
                     on_step(f"loading {one.name}")
-                    loaded[one.name] = stack.enter_context(_process(one))
+                    loaded[one.name] = stack.enter_context(_process(_first(one)))
                 engines = TOGETHER
             except Refused as error:
                 if engines == TOGETHER or not loaded:
@@ -127,6 +142,11 @@ def measure(
         for name, process in loaded.items():
             run.sides[name].close(process)
         return StagesRun(engines, run.sides, rounds)
+
+
+def _first(one: Contestant) -> Contestant:
+    """As its first process is set up."""
+    return replace(one, setup={**one.setup, **one.once})
 
 
 def _process(one: Contestant) -> AbstractContextManager[SideProcess]:
@@ -160,6 +180,9 @@ class _Run:
     def rounds(self) -> int:
         """Take all turns that the time allows; returns how many rounds were completed."""
         completed = 0
+        if not self._load.rounds and not self._loaded:
+            for one in self._contestants:
+                self._look_at(one)
         for number in range(1, self._load.rounds + 1):
             order = list(self._contestants)[:: 1 if number % 2 else -1]
             if self._loaded:
@@ -184,14 +207,21 @@ class _Run:
         """All works by one side in a process of its own, once to warm up and once that counts."""
         if self._is_late():
             return False
-        with _process(one) as process:
-            side = self.sides[one.name]
+        side = self.sides[one.name]
+        with _process(one if side.ready else _first(one)) as process:
             side.ready = side.ready or process.ready
             whole = all(
                 self._turn(n, work, one.name, process) for work in self._works for n in (0, number)
             )
             side.close(process)
         return whole
+
+    def _look_at(self, one: Contestant) -> None:
+        """Its receipt, and no turn."""
+        side = self.sides[one.name]
+        with _process(_first(one)) as process:
+            side.ready = process.ready
+            side.close(process)
 
     def _turn(self, number: int, work: Work, name: str, process: SideProcess) -> bool:
         """Whether there was time for it. Turns of number 0 do not count."""
@@ -220,7 +250,10 @@ class _Run:
             if not number:
                 arrivals = arrivals[: max(1, len(arrivals) // 4)]
             return {"arrivals": [asdict(arrival) for arrival in arrivals]}
-        prompts = draw_prompts(key, work.batch, work.prompt_tokens, self._vocab_size)
+        length, most = work.prompt_tokens, self._load.longest_warm_up
+        if not number and most is not None:
+            length = min(length, most)
+        prompts = draw_prompts(key, work.batch, length, self._vocab_size)
         return {"prompts": prompts, "count": work.count}
 
     def _is_late(self) -> bool:

@@ -19,6 +19,8 @@ from metainfer.core.units import format_bytes, format_count, format_seconds
 _ENERGY_S = 1.0
 """Work that took less in all turns says nothing of energy: counters move in steps."""
 
+_MOST_WRONG = 8  # that are told one by one
+
 _COUNTED = (
     "prompts are token ids drawn at random, new for every turn, and counted as they are sent;"
     " output tokens are those of the engine's events; cached tokens are those of its usage"
@@ -192,6 +194,7 @@ def _remarks(made: Mapping[str, Any]) -> list[str]:
         says = STAGES.get(name, "")
         lines.append(f"{name}: {cached} of {prompts:,} prompt tokens cached; {says}".rstrip("; "))
         lines += [f"{name}, {work}: {why}" for work, why in side["missing"].items()]
+        lines += _positions(name, side["receipt"].get("positions"))
     pattern = made["pattern"]
     if pattern:
         lines.append(
@@ -200,6 +203,31 @@ def _remarks(made: Mapping[str, Any]) -> list[str]:
             f" {pattern['multi_turn']:.0%} later turns, {pattern['answer']} tokens of answer"
         )
     return lines
+
+
+def _positions(name: str, checked: Mapping[str, Any] | None) -> list[str]:
+    """What was found where positions were held against the references."""
+    if not checked:
+        return []
+    wrong = checked["wrong"]
+    lines = [
+        f"{name}: {len(checked['positions'])} positions of {checked['tokens']:,} tokens held"
+        f" against the references in {format_seconds(checked['seconds'])}:"
+        f" {checked['checks'] - len(wrong)} of {checked['checks']} results agree; largest errors: "
+        + ", ".join(f"{op} {of['error']:.1e}" for op, of in checked["ops"].items())
+    ]
+    lines += [
+        f"WRONG: {one['op']} in layer {one['layer']} at position {one['position']:,}:"
+        f" {one['problem']}"
+        for one in wrong[:_MOST_WRONG]
+    ]
+    return lines
+
+
+def wrong_positions(made: Mapping[str, Any]) -> int:
+    """Results of all sides that the references do not confirm."""
+    receipts = (side["receipt"] for side in made["sides"].values())
+    return sum(len((receipt.get("positions") or {"wrong": ()})["wrong"]) for receipt in receipts)
 
 
 def _cell(kind: str, value: float | None) -> str:

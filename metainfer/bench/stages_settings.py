@@ -61,6 +61,16 @@ class StagesLoad:
     multi_turn: float = flag(
         "--multi-turn-share", "Of its requests that go on with an earlier one", 0.25, unit="share"
     )
+    longest_warm_up: int | None = flag(
+        "--longest-warm-up", "Cut the prompts of turns that warm up to this length", unit="tokens"
+    )
+    check_positions: int = flag(
+        "--check-positions",
+        "Before the turns, compute a prompt of the longest length and hold so many of its positions"
+        " against the references, in every layer; with --rounds 0 nothing else is done",
+        0,
+        unit="n",
+    )
     engines: str = flag(
         "--engines",
         "Whether engines stay loaded beside each other, or are loaded for each of their turns;"
@@ -74,7 +84,7 @@ class StagesLoad:
     def __post_init__(self) -> None:
         for name, value, least in (
             ("--layers", self.layers, 1),
-            ("--rounds", self.rounds, 1),
+            ("--rounds", self.rounds, 0 if self.check_positions else 1),
             ("--input-lens", min(self.input_lens), 1),
             ("--decode-batches", min(self.decode_batches), 1),
             ("--decode-context", self.decode_context, 1),
@@ -82,6 +92,8 @@ class StagesLoad:
             ("--num-prompts", self.requests, 0),
             ("--traffic-lens", min(self.traffic_lens), 1),
             ("--traffic-output-len", self.traffic_output, 1),
+            ("--longest-warm-up", self.longest_warm_up, 1),
+            ("--check-positions", self.check_positions, 0),
         ):
             if value is not None and value < least:
                 raise UserError(f"{name} must be at least {least}")

@@ -1,7 +1,8 @@
 """One side of a comparison in a process of its own: JSON lines in on stdin, JSON lines out.
 
 Started by `bench.side_process`; ends when its stdin does. Its peak memory is that of its side
-alone. The setup, its argument: {"side": ENGINE, "model", "settings"} for this engine, and
+alone. The setup, its argument: {"side": ENGINE, "model", "settings"} for this engine, with "check":
+{"tokens", "count", "seed"} where positions are held against the references before it serves; and
 {"side": a dtype, "model", "settings", "device", "threads"} for transformers.
 """
 
@@ -63,7 +64,7 @@ def load(setup: Mapping[str, Any]) -> Contender:
     if setup["side"] == ENGINE:
         from metainfer.bench.contender_engine import EngineContender, settings_of
 
-        return EngineContender(model, settings_of(setup["settings"]))
+        return EngineContender(model, settings_of(setup["settings"]), setup.get("check"))
     from metainfer.bench.contender_engine import settings_of
     from metainfer.bench.contender_peer import PeerContender
 

@@ -42,7 +42,7 @@ def prepared(load: StagesLoad, settings: EngineSettings, sides: Mapping[str, str
     """
     from metainfer.arch.families import read_arch
     from metainfer.bench.stage import parse_setting, sized
-    from metainfer.bench.stages import engine_contestant
+    from metainfer.bench.stages import check_of, engine_contestant
     from metainfer.hardware.probe import probe
 
     machine = probe()
@@ -53,7 +53,7 @@ def prepared(load: StagesLoad, settings: EngineSettings, sides: Mapping[str, str
     settings = sized(settings, arch, load.longest, sequences)
     threads = settings.threads or machine.cpu.physical_cores
     contestants = [
-        engine_contestant(name, parse_setting(text, settings, arch), model, threads)
+        engine_contestant(name, parse_setting(text, settings, arch), model, threads, check_of(load))
         for name, text in sides.items()
     ]
     return Prepared(machine, arch, model, settings, threads, contestants)
@@ -65,7 +65,7 @@ def run(
     from importlib.util import find_spec
 
     from metainfer.bench.stages import measure
-    from metainfer.bench.stages_report import record, text_report
+    from metainfer.bench.stages_report import record, text_report, wrong_positions
 
     if load.against and find_spec("transformers") is None:
         raise UserError(
@@ -79,8 +79,8 @@ def run(
         measured = measure(load, contestants, ready.arch, progress.update, terminal.say)
     machine = json.loads(ready.machine.to_json())
     made = record(measured, load, load.model or SHIPPED_MODEL, ready.arch, machine)
-    report(terminal, results, made, "bench-stages", text_report, _draw)
-    return 0
+    report(terminal, results, made, "bench-stages", text_report, _draw if load.rounds else None)
+    return 1 if wrong_positions(made) else 0
 
 
 def _transformers(ready: Prepared) -> Contestant:

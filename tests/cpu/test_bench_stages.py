@@ -20,7 +20,7 @@ from metainfer.bench.plot_stages import draw_stages
 from metainfer.bench.side_process import Refused
 from metainfer.bench.stage import parse_setting, sized
 from metainfer.bench.stages import Contestant, StagesRun, measure
-from metainfer.bench.stages_report import record, text_report
+from metainfer.bench.stages_report import record, text_report, wrong_positions
 from metainfer.bench.stages_settings import StagesLoad
 from metainfer.bench.traffic import Pattern, draw_arrivals
 from metainfer.core.errors import UserError
@@ -258,3 +258,50 @@ def test_the_verb_measures_a_config_without_weights(tmp_path: Path) -> None:
     assert side["receipt"]["longest_context"] == 4096
     assert {work["do"] for work in made["works"]} == {"prefill", "decode", "traffic"}
     assert all(work["sides"]["tuned"]["tokens_per_joule"] is None for work in made["works"])
+
+
+def test_positions_are_checked_without_a_turn(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config()))
+    ran = metainfer(
+        "bench", "stages", str(tmp_path), "--load-format", "dummy", "--device", "cpu", "--settings",
+        "tuned", "--rounds", "0", "--check-positions", "3", "--input-lens", "40", "300",
+        "--num-prompts", "0", "--engines", "in-turns", "--save-result", "--result-dir",
+        str(tmp_path),
+    )  # fmt: skip
+    assert ran.code == 0, ran.err
+    assert "tuned: 4 positions of 300 tokens held against the references" in ran.out
+    made = json.loads((tmp_path / "bench-stages.json").read_text())
+    checked = made["sides"]["tuned"]["receipt"]["positions"]
+    assert (checked["tokens"], checked["positions"][-2:]) == (300, [299, 300])
+    attended = checked["ops"]["attention.sparse_prefill"]
+    assert attended["checks"] > 4
+    assert 0.0 < attended["error"] < attended["tolerance"]
+    assert set(attended["by_position"]) == {str(p) for p in checked["positions"][:-1]}
+    made["sides"]["tuned"]["receipt"]["positions"]["wrong"] = [
+        {"op": "rope.rotate", "layer": 2, "position": 1299, "problem": "off by 0.5"}
+    ]
+    assert wrong_positions(made) == 1
+    assert "WRONG: rope.rotate in layer 2 at position 1,299: off by 0.5" in text_report(made)
+
+
+def test_prompts_that_warm_up_may_be_shorter(scripted: list[tuple[str, str]]) -> None:
+    load = replace(LOAD, longest_warm_up=20, requests=0, rounds=1)
+    side = Scripted("tuned", 0.001, [])
+    lengths = [len(asked["prompts"][0]) for asked in _asked_of(load, side)]
+    assert lengths == [20, 20, 32, 256]
+
+
+def _asked_of(load: StagesLoad, side: Scripted) -> list[dict[str, Any]]:
+    """What the turns of one side ask of it."""
+    asked: list[dict[str, Any]] = []
+    answer = side.ask
+
+    def ask(do: str, **arguments: Any) -> dict[str, Any]:
+        asked.append(arguments)
+        return answer(do, **arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(side, "ask", ask)
+        patch.setattr(stages, "_process", lambda _: nullcontext(side))
+        run(replace(load, settings=("tuned",)))
+    return asked
