@@ -6,7 +6,8 @@
 // columns within 64 bytes is that in which threads happen to hold them; rows of x are read in the
 // same order, so sums are the same. Warps of a block share tiles of 16 rows: `slices` of them take
 // units of one tile in turn, and their sums are added in their order through shared memory. Nothing
-// depends on who was first, and no block waits for another.
+// depends on who was first, and no block waits for another. The first units are read before the
+// kernel ahead has ended, where the launch allows it: no kernel writes weights.
 //
 // Constants: FORM (in what is multiplied: 0 e4m3 codes, 1 codes converted to fp16, 2 codes turned
 // into fp16 by integer operations, 2^-8 of what they stand for, 3 bf16), NT (times 8 rows of x),
@@ -72,7 +73,8 @@ __device__ __forceinline__ float scale_of(uint32 kept) {
   return FORMAT == 1 ? e8m0_number(kept) : __uint_as_float(kept);
 }
 
-__device__ __forceinline__ void fetch(Unit& u, const Reader& r, int unit) {
+// What no kernel writes.
+__device__ __forceinline__ void fetch_weight(Unit& u, const Reader& r, int unit) {
   const bool second = PARTS > 1 && unit >= r.units;
   const int column = second ? unit - r.units : unit;
   const uint8* from = r.weight + (second ? r.part_bytes : 0) + (int64)column * UNIT;
@@ -81,12 +83,18 @@ __device__ __forceinline__ void fetch(Unit& u, const Reader& r, int unit) {
     u.low[i] = load_once(from + 64 * i, r.policy);
     u.high[i] = load_once(from + r.eight_rows + 64 * i, r.policy);
   }
+#if WEIGHT_SCALE
+  u.scale = scale_at<WEIGHT_SCALE>(r.scales, column * UNIT / BLOCK_I);
+#endif
+}
+
+__device__ __forceinline__ void fetch_rows(Unit& u, const Reader& r, int unit) {
+  const int column = PARTS > 1 && unit >= r.units ? unit - r.units : unit;
 #if AHEAD
   u.x[0] = load(r.x[0] + column * UNIT);
   u.x[1] = load(r.x[0] + column * UNIT + 64);
 #endif
 #if WEIGHT_SCALE
-  u.scale = scale_at<WEIGHT_SCALE>(r.scales, column * UNIT / BLOCK_I);
 #pragma unroll
   for (int n = 0; n < NT; ++n) {
     u.row_scale[n][0] = scale_at<ROW_SCALE>(r.row_scales[n][0], column);
@@ -209,13 +217,20 @@ __device__ __forceinline__ void sums(float (&total)[NT][4], const Reader& r, int
   Unit ahead[DEPTH];
 #pragma unroll
   for (int d = 0; d < DEPTH; ++d)
-    if (slice + d * slices < units) fetch(ahead[d], r, slice + d * slices);
+    if (slice + d * slices < units) fetch_weight(ahead[d], r, slice + d * slices);
+  wait_for_rows();
+#pragma unroll
+  for (int d = 0; d < DEPTH; ++d)
+    if (slice + d * slices < units) fetch_rows(ahead[d], r, slice + d * slices);
   for (int first = slice; first < units; first += DEPTH * slices) {
 #pragma unroll
     for (int d = 0; d < DEPTH; ++d) {
-      const int unit = first + d * slices;
+      const int unit = first + d * slices, next = unit + DEPTH * slices;
       if (unit < units) add(total, ahead[d], r, unit);
-      if (unit + DEPTH * slices < units) fetch(ahead[d], r, unit + DEPTH * slices);
+      if (next < units) {
+        fetch_weight(ahead[d], r, next);
+        fetch_rows(ahead[d], r, next);
+      }
     }
   }
 }
@@ -253,7 +268,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS)
   float total[NT][4];
 #pragma unroll
   for (int n = 0; n < NT; ++n) total[n][0] = total[n][1] = total[n][2] = total[n][3] = 0.0f;
-  if (row < a.outputs)
+  let_next_begin();
+  if (row >= a.outputs)
+    wait_for_rows();
+  else
     sums(total, reader_of(a, before + row, lane), warp & (slices - 1), slices);
 
   float* own = shared + warp * COLUMNS * PADDED;

@@ -36,7 +36,9 @@ class Programs:
         self._code = "ptx" if portable else "cubin"
         self._functions: dict[tuple[int, CudaUnit], int] = {}
 
-    def start(self, unit: CudaUnit, grid: Sequence[int], arguments: Sequence[Any]) -> None:
+    def start(
+        self, unit: CudaUnit, grid: Sequence[int], arguments: Sequence[Any], *, early: bool = False
+    ) -> None:
         """As `Launcher.cuda` describes the arguments."""
         if self._driver is None:
             self._driver = Driver()
@@ -56,6 +58,7 @@ class Programs:
             unit.shared_bytes,
             stream.cuda_stream,
             [_packed(argument) for argument in arguments],
+            early=early,
         )
 
 

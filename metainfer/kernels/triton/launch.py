@@ -75,6 +75,7 @@ class Launcher(Protocol):
         grid: Grid,
         *arguments: Any,
         shared_bytes: int,
+        early: bool = False,
         **constants: int,
     ) -> None:
         """Start a kernel in CUDA C++ over `grid`; nothing happens where the grid is empty.
@@ -83,6 +84,8 @@ class Launcher(Protocol):
             arguments: tensors and None (pointers), integers (of 64 bits) and floats (of 32), in
                 the order of the function's parameters.
             shared_bytes: dynamic shared memory of a block.
+            early: it may begin before the kernel ahead of it has ended, for which it waits by
+                itself (griddepcontrol; from sm_90 on).
             constants: macros of the source.
         """
 
@@ -135,10 +138,12 @@ class JitLauncher:
         grid: Grid,
         *arguments: Any,
         shared_bytes: int,
+        early: bool = False,
         **constants: int,
     ) -> None:
         if 0 not in grid:
-            self._programs.start(unit_of(kernel, shared_bytes, constants), grid, arguments)
+            unit = unit_of(kernel, shared_bytes, constants)
+            self._programs.start(unit, grid, arguments, early=early)
 
 
 def shared_limit(capability: tuple[int, int]) -> int:

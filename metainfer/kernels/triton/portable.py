@@ -124,6 +124,7 @@ class PtxLauncher:
         grid: Grid,
         *arguments: Any,
         shared_bytes: int,
+        early: bool = False,
         **constants: int,
     ) -> None:
         if 0 not in grid:
