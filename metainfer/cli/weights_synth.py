@@ -23,6 +23,7 @@ class SynthOptions:
     config: str = flag(
         "--config", "A known model, a checkpoint directory or a config.json", "pebble", unit="model"
     )
+    layers: int | None = flag("--layers", "Only so many of the model's first layers", unit="n")
     seed: int = flag("--seed", "Another seed gives other weights", 0)
     max_shard_bytes: int = flag(
         "--max-shard-bytes", "Size of a file; 4G is 4 GiB", 4 * 2**30, unit="bytes"
@@ -32,6 +33,8 @@ class SynthOptions:
     )
 
     def __post_init__(self) -> None:
+        if self.layers is not None and self.layers < 1:
+            raise UserError("--layers must be at least 1")
         if self.max_shard_bytes < 1:
             raise UserError("--max-shard-bytes must be at least 1")
 
@@ -41,7 +44,8 @@ def run(terminal: Terminal, options: SynthOptions) -> int:
     from metainfer.arch.manifest import total_bytes
     from metainfer.weights.synth import write_checkpoint
 
-    arch = read_arch(options.config)
+    overrides = None if options.layers is None else {"num_hidden_layers": options.layers}
+    arch = read_arch(options.config, overrides)
     tokenizer_files = _tokenizer_files(options.tokenizer)
     terminal.say(f"{arch.name}: {format_bytes(total_bytes(arch))} of random weights")
     with terminal.progress("written") as progress:
@@ -76,5 +80,6 @@ VERB = Verb(
     (
         "metainfer weights synth /tmp/random-pebble",
         "metainfer weights synth /data/random-v4-flash --config deepseek-v4-flash --seed 1",
+        "metainfer weights synth /data/v4-flash-12 --config deepseek-v4-flash --layers 12",
     ),
 )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -56,7 +57,7 @@ def write_checkpoint(
         arch_or_config: an Arch, or a config.json's object, which is then written as it is.
         seed: another seed gives other tensors.
         max_shard_bytes: size of a file, at least one tensor.
-        progress: called with (bytes written, bytes in all).
+        progress: called with (bytes written, bytes in all), from any thread.
         copies: files that go with it under their own names.
 
     Raises:
@@ -77,6 +78,7 @@ def write_checkpoint(
         max_shard_bytes=max_shard_bytes,
         copies=copies,
         progress=progress,
+        workers=len(os.sched_getaffinity(0)),
     )
 
 

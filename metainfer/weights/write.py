@@ -12,7 +12,9 @@ import glob
 import json
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -38,16 +40,19 @@ def write_safetensors(
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     copies: Sequence[Path] = (),
     progress: Progress | None = None,
+    workers: int = 1,
 ) -> Path:
     """Write the tensors `specs` in order, shard by shard, with config.json beside them.
 
     Args:
         directory: must not exist, or be empty.
         chunks: gives a tensor's data in pieces, contiguous and in order, of any dtype; their bytes
-            must add up to `spec.nbytes`. Only one piece is in memory at a time.
+            must add up to `spec.nbytes`. Only one piece of each worker is in memory at a time.
         max_shard_bytes: a shard holds at least one tensor and else no more than this.
         copies: files that go with it under their own names, such as those of a tokenizer.
         progress: called after every piece.
+        workers: threads, each of which writes a shard at a time; with several, `chunks` and its
+            pieces are asked for from all of them, and `progress` is called by one after another.
 
     Returns:
         The directory.
@@ -66,7 +71,9 @@ def write_safetensors(
         partial.mkdir()
         held = os.open(partial, os.O_RDONLY)
         fcntl.flock(held, fcntl.LOCK_EX)
-        _write_all(partial, specs, chunks, config, max_shard_bytes, _reporter(progress, total))
+        shards = list(_shards(specs, max_shard_bytes))
+        _write_shards(partial, shards, chunks, _Reporter(progress, total), workers)
+        _write_rest(partial, shards, config)
         for file in copies:
             shutil.copyfile(file, partial / file.name)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -109,39 +116,60 @@ def _require_room(target: Path, existing: Path, total: int) -> None:
         )
 
 
-def _write_all(
+def _write_shards(
     directory: Path,
-    specs: Sequence[TensorSpec],
+    shards: Sequence[Sequence[TensorSpec]],
     chunks: Chunks,
-    config: Mapping[str, Any],
-    max_shard_bytes: int,
-    report: Callable[[int], None],
+    report: _Reporter,
+    workers: int,
 ) -> None:
-    shards = list(_shards(specs, max_shard_bytes))
-    weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, start=1):
-        file_name = SINGLE_NAME
-        if len(shards) > 1:
-            file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        with (directory / file_name).open("wb") as file:
-            file.write(_header(shard))
-            for spec in shard:
+    def write(number: int) -> None:
+        with (directory / _file_name(number, len(shards))).open("wb") as file:
+            file.write(_header(shards[number]))
+            for spec in shards[number]:
                 _write_tensor(file, spec, chunks(spec), report)
-                weight_map[spec.name] = file_name
             file.flush()
             os.fsync(file.fileno())
+
+    if workers == 1:
+        for number in range(len(shards)):
+            write(number)
+        return
+    with ThreadPoolExecutor(workers) as pool:
+        try:
+            for done in as_completed([pool.submit(write, number) for number in range(len(shards))]):
+                done.result()
+        except BaseException:  # Ctrl-C among them: no worker goes on behind its next piece
+            report.stop()
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _write_rest(
+    directory: Path, shards: Sequence[Sequence[TensorSpec]], config: Mapping[str, Any]
+) -> None:
+    """Index and config."""
     if len(shards) > 1:
-        total = sum(spec.nbytes for spec in specs)
+        weight_map = {
+            spec.name: _file_name(number, len(shards))
+            for number, shard in enumerate(shards)
+            for spec in shard
+        }
+        total = sum(spec.nbytes for shard in shards for spec in shard)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (directory / INDEX_NAME).write_text(json.dumps(index, indent=1), encoding="utf-8")
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _file_name(number: int, count: int) -> str:
+    return SINGLE_NAME if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
 def _write_tensor(
     file: BinaryIO,
     spec: TensorSpec,
     pieces: Iterable[torch.Tensor],
-    report: Callable[[int], None],
+    report: _Reporter,
 ) -> None:
     written = 0
     for piece in pieces:
@@ -186,13 +214,24 @@ def _shards(specs: Sequence[TensorSpec], max_shard_bytes: int) -> Iterator[list[
         yield sorted(shard, key=lambda spec: -spec.dtype.size_bytes)
 
 
-def _reporter(progress: Progress | None, total: int) -> Callable[[int], None]:
-    done = 0
+class _Reporter:
+    """Adds up what was written, in any thread."""
 
-    def report(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        if progress is not None:
-            progress(done, total)
+    def __init__(self, progress: Progress | None, total: int) -> None:
+        self._progress, self._total = progress, total
+        self._done = 0
+        self._stopped = False
+        self._lock = threading.Lock()
 
-    return report
+    def __call__(self, nbytes: int) -> None:
+        """So much more was written. Raises CancelledError once it is to stop."""
+        with self._lock:
+            if self._stopped:
+                raise CancelledError
+            self._done += nbytes
+            if self._progress is not None:
+                self._progress(self._done, self._total)
+
+    def stop(self) -> None:
+        with self._lock:
+            self._stopped = True

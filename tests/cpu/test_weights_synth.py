@@ -171,8 +171,9 @@ def test_no_room_is_seen_before_writing(tmp_path: Path, monkeypatch: pytest.Monk
     ("failure", "expected"),
     [(OSError(28, "No space left on device"), UserError), (KeyboardInterrupt(), KeyboardInterrupt)],
 )
+@pytest.mark.parametrize("workers", [1, 2])
 def test_nothing_is_left_when_writing_stops(
-    tmp_path: Path, failure: BaseException, expected: type[BaseException]
+    tmp_path: Path, workers: int, failure: BaseException, expected: type[BaseException]
 ) -> None:
     def pieces(spec: TensorSpec) -> Iterator[torch.Tensor]:
         yield torch.zeros(spec.shape)
@@ -181,10 +182,30 @@ def test_nothing_is_left_when_writing_stops(
 
     specs = [TensorSpec(name, DType.F32, (100,)) for name in "abc"]
     with pytest.raises(expected) as caught:
-        write_safetensors(tmp_path / "model", specs, pieces, {}, max_shard_bytes=400)
+        write_safetensors(
+            tmp_path / "model", specs, pieces, {}, max_shard_bytes=400, workers=workers
+        )
     assert list(tmp_path.iterdir()) == []
     if isinstance(caught.value, UserError):
         assert "No space left on device" in caught.value.message
+
+
+def test_workers_write_the_same_files(tmp_path: Path) -> None:
+    arch = tiny_arch()
+    specs = list(iterate(arch))
+    seen: list[tuple[int, int]] = []
+    for workers in (1, 3):
+        write_safetensors(
+            tmp_path / str(workers), specs, RandomTensors(arch, 0).pieces, {},
+            max_shard_bytes=2**16, progress=lambda *told: seen.append(told), workers=workers,
+        )  # fmt: skip
+    files = sorted(path.name for path in (tmp_path / "1").iterdir())
+    assert len(files) > 5
+    for name in files:
+        assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "3" / name).read_bytes()
+    total = sum(spec.nbytes for spec in specs)
+    assert seen.count((total, total)) == 2
+    assert sorted(seen[len(seen) // 2 :]) == seen[len(seen) // 2 :]
 
 
 def test_two_writers_of_one_target_do_not_disturb_each_other(tmp_path: Path) -> None:
