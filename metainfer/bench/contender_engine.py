@@ -132,8 +132,17 @@ class EngineContender:
             "kernels": {op: dict(backends) for op, backends in chosen.items()},
             "load_s": self._load_s,
             "positions": self._checked,
-            "longest_context": longest_context(engine.machine, engine.arch, self._settings),
+            "longest_context": longest_context(engine.machine, engine.arch, self._as_planned()),
         }
+
+    def _as_planned(self) -> EngineSettings:
+        """The settings, with the formats of caches that the plan chose."""
+        plan = self._engine.plan
+        return replace(
+            self._settings,
+            kv_cache_dtype=plan.cache_dtype.value,
+            index_cache_dtype=plan.index_cache_dtype.value,
+        )
 
     def counted(self) -> dict[str, int]:
         return {"prompt_tokens": self._prompt_tokens, "cached_tokens": self._cached_tokens}

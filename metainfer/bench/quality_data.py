@@ -14,6 +14,7 @@ from metainfer.bench.traffic import draw_prompts
 from metainfer.core.errors import UserError
 from metainfer.text.tokenizer import TOKENIZER_FILE, Tokenizer
 
+_RANDOM = "random token ids"
 _HELDOUT, _NEEDLES = "quality/heldout.jsonl", "quality/needles.jsonl"
 
 
@@ -28,11 +29,12 @@ class Hidden:
 
 @dataclass(frozen=True, slots=True)
 class QualityData:
-    """`source`: where the windows are from."""
+    """`source`: where the windows are from; `held_out`: they are no random numbers."""
 
     windows: tuple[tuple[int, ...], ...]
     needles: tuple[Hidden, ...]
     source: str
+    held_out: bool = True
 
     @property
     def longest(self) -> int:
@@ -57,7 +59,9 @@ def read_data(load: QualityLoad, model: Path, arch: Arch) -> QualityData:
             prompt, answer = (_ids(tokenizer, t) for t in (needle.prompt, needle.answer))
             if len(prompt) + len(answer) < arch.max_model_len:
                 needles.append(Hidden(prompt, answer, needle.distance))
-    return QualityData(windows, _spread(needles, load.most_needles), source)
+    return QualityData(
+        windows, _spread(needles, load.most_needles), source, held_out=source != _RANDOM
+    )
 
 
 def _windows(
@@ -70,7 +74,7 @@ def _windows(
     path = load.text or model / _HELDOUT
     if tokenizer is None or (load.text is None and not path.is_file()):
         drawn = draw_prompts(f"{load.seed}/quality", load.windows, most, arch.vocab_size)
-        return tuple(map(tuple, drawn)), "random token ids"
+        return tuple(map(tuple, drawn)), _RANDOM
     texts = [_ids(tokenizer, document.text)[:most] for document in read_documents(path)]
     return _spread([ids for ids in texts if len(ids) > 1], load.windows), str(path)
 

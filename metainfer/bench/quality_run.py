@@ -77,7 +77,9 @@ def record(
         "a": load.a,
         "b": load.b,
         "source": data.source,
+        "held_out": data.held_out,
         "windows": len(data.windows),
+        "longest": data.longest,
         "divergence": plain(found),
         "divergence_is": "a lower bound: tokens that both tell of their 20 likeliest, the rest as"
         " one",

@@ -8,6 +8,7 @@ from typing import Any
 
 from metainfer.core.config import REQUIRED, flag
 from metainfer.core.errors import UserError
+from metainfer.plan.proof import LIMITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +37,24 @@ class QualityLoad:
     window_tokens: int = flag("--window-len", "Longest window", 1024, unit="tokens")
     most_needles: int = flag("--num-needles", "Needles that are looked for, at most", 32, unit="n")
     answers: int = flag("--answer-len", "Greedy tokens after each window", 16, unit="tokens")
-    most_kl: float = flag("--most-kl", "Mean divergence that passes, nats per token", 0.02)
+    most_kl: float = flag("--most-kl", "Mean divergence that passes, nats per token", LIMITS["kl"])
     most_rise: float = flag(
-        "--most-perplexity-rise", "Relative rise of perplexity that passes", 0.01, unit="share"
+        "--most-perplexity-rise",
+        "Relative rise of perplexity that passes",
+        LIMITS["perplexity_rise"],
+        unit="share",
     )
     least_top1: float = flag(
-        "--least-top1", "Share of equal likeliest tokens that passes", 0.97, unit="share"
+        "--least-top1",
+        "Share of equal likeliest tokens that passes",
+        LIMITS["top1"],
+        unit="share",
     )
     most_loss: float = flag(
-        "--most-recall-loss", "Share of needles lost that passes", 0.02, unit="share"
+        "--most-recall-loss",
+        "Share of needles lost that passes",
+        LIMITS["recall_loss"],
+        unit="share",
     )
     seed: int = flag("--seed", "Fixes random token ids", 0)
 

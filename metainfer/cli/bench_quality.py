@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from metainfer.bench.paired_settings import A, B
 from metainfer.bench.quality_settings import QualityLoad
@@ -13,6 +14,9 @@ from metainfer.cli.terminal import Terminal
 from metainfer.cli.verb import Verb
 from metainfer.plan.settings import EngineSettings
 from metainfer.shipped import SHIPPED_MODEL, model_dir
+
+if TYPE_CHECKING:
+    from metainfer.arch.record import Arch
 
 
 def run(
@@ -43,7 +47,28 @@ def run(
     name = load.model or SHIPPED_MODEL
     made = record(said, load, data, name, arch, json.loads(machine.to_json()))
     report(terminal, results, made, "bench-quality", text_report)
+    _keep(terminal, made, model, arch, settings)
     return 0 if made["verdict"]["passed"] else 1
+
+
+def _keep(
+    terminal: Terminal, made: dict[str, Any], model: Path, arch: Arch, settings: EngineSettings
+) -> None:
+    """A verdict on formats of caches counts whenever this checkpoint is served."""
+    from metainfer.plan.proof import judged, keep, model_key
+
+    key, proof = model_key(model, settings), judged(made, arch)
+    if key is None:
+        return
+    if isinstance(proof, str):
+        terminal.say(f"the plan keeps caches as before: {proof}")
+        return
+    keep(made, key)
+    kept = f"latents in {proof.latents} and index keys in {proof.index_keys}"
+    if made["verdict"]["passed"]:
+        terminal.say(f"from now on the plan keeps {kept} where no flag says otherwise")
+    else:
+        terminal.say(f"the plan keeps {kept} only where flags say so")
 
 
 VERB = Verb(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from metainfer.cli.terminal import Terminal
@@ -14,7 +15,7 @@ from metainfer.core.errors import UserError
 from metainfer.core.units import format_bytes
 from metainfer.hardware.machine import Cpu, Gpu, Machine, Memory, Unknown
 from metainfer.plan.plan import Plan
-from metainfer.shipped import SHIPPED_MODEL
+from metainfer.shipped import SHIPPED_MODEL, model_dir
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +106,15 @@ def _plan(machine: Machine, model: str) -> Plan | UserError:
     from metainfer.arch.families import read_arch
     from metainfer.kernels.builtin import builtin_registry
     from metainfer.plan.build import build_plan, choose_target
+    from metainfer.plan.proof import cache_proof
     from metainfer.plan.settings import EngineSettings
 
     settings = EngineSettings()
     try:
         arch = read_arch(model)
-        able = choose_target(machine, arch, settings, builtin_registry().capabilities)
-        return build_plan(machine, arch, settings, able)
+        proof = cache_proof(Path(model_dir(model)), arch, settings)
+        able = choose_target(machine, arch, settings, builtin_registry().capabilities, proof)
+        return build_plan(machine, arch, settings, able, proof)
     except UserError as error:
         return error
 

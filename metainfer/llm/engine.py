@@ -47,6 +47,7 @@ from metainfer.ops.base import Target
 from metainfer.ops.cache_formats import cache_formats
 from metainfer.plan.build import build_plan, choose_target
 from metainfer.plan.plan import Plan
+from metainfer.plan.proof import cache_proof
 from metainfer.plan.settings import EngineSettings, LoadFormat
 from metainfer.weights.dummy import DummyCheckpoint
 from metainfer.weights.load import Checkpoint, LoadProgress
@@ -223,8 +224,9 @@ def load_model(
     arch = read_arch(directory, settings.hf_overrides)
     compilations = Compilations()
     machine, registry = probe(), builtin_registry(_launcher(compilations))
-    capabilities = choose_target(machine, arch, settings, registry.capabilities)
-    plan = build_plan(machine, arch, settings, capabilities)
+    proof = cache_proof(directory, arch, settings)
+    capabilities = choose_target(machine, arch, settings, registry.capabilities, proof)
+    plan = build_plan(machine, arch, settings, capabilities, proof)
     if on_plan is not None:
         on_plan(machine, plan)
     _set_threads(plan)

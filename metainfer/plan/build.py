@@ -7,6 +7,7 @@ not fit is refused here, before anything is allocated, with the numbers and the 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from metainfer.arch.record import Arch, WeightFormat
@@ -24,6 +25,7 @@ from metainfer.plan.graphs import graphs_switch
 from metainfer.plan.memory import Fixed, Sizes, fit_memory
 from metainfer.plan.pace import async_scheduling, decode_share, longest_prefill_s
 from metainfer.plan.plan import Origin, Plan, Value
+from metainfer.plan.proof import CacheProof
 from metainfer.plan.settings import EngineSettings, Residency
 
 T = TypeVar("T")
@@ -41,6 +43,7 @@ def choose_target(
     arch: Arch,
     settings: EngineSettings,
     capabilities_of: Callable[[Target], Capabilities],
+    proof: CacheProof | None = None,
 ) -> Capabilities:
     """What the kernels can do on the device that the engine will use: the one asked for, else the
     first GPU on which every operation runs, else the CPU.
@@ -51,7 +54,8 @@ def choose_target(
         return capabilities_of(CPU)
     gpus: tuple[Gpu, ...] = () if isinstance(machine.gpus, Unknown) else machine.gpus
     on_gpus = [capabilities_of(Target("cuda", gpu.capability)) for gpu in gpus]
-    usable = [able for able in on_gpus if not _uncovered(arch, able, settings)]
+    served = _Served(arch, settings, proof)
+    usable = [able for able in on_gpus if not served.uncovered(able)]
     if settings.device == "cuda":
         if not gpus:
             why = machine.gpus.why if isinstance(machine.gpus, Unknown) else "none is listed"
@@ -64,19 +68,27 @@ def choose_target(
 
 
 def build_plan(
-    machine: Machine, arch: Arch, settings: EngineSettings, capabilities: Capabilities
+    machine: Machine,
+    arch: Arch,
+    settings: EngineSettings,
+    capabilities: Capabilities,
+    proof: CacheProof | None = None,
 ) -> Plan:
     """The plan for `arch` on the device that `capabilities` are about.
+
+    Args:
+        proof: that the model may keep its caches as bytes.
 
     Raises UserError for flags that contradict each other, the model or the machine, and for what
     does not fit into memory.
     """
     target = capabilities.target
-    device = _device(machine, arch, settings, capabilities)
+    served = _Served(arch, settings, proof)
+    device = _device(machine, served, capabilities)
     _refuse_contradictions(arch, settings)
     compute_dtype = _compute_dtype(machine, arch, settings, target)
-    cache_dtype, index_cache_dtype = cache_dtypes(settings, compute_dtype.value)
-    residency, kernel_order = _residency(arch, settings, capabilities)
+    cache_dtype, index_cache_dtype = cache_dtypes(settings, compute_dtype.value, proof)
+    residency, kernel_order = _residency(served, capabilities)
     activations = _activations(arch, settings, capabilities)
     batched_tokens = _flag("--max-num-batched-tokens", settings.max_num_batched_tokens) or Value(
         _DEFAULT_BATCHED_TOKENS,
@@ -135,17 +147,27 @@ def _flag(name: str, given: T | None) -> Value[Any] | None:
     return None if given is None else Value(given, Origin.FLAG, f"given with {name}")
 
 
-def _ops(arch: Arch, settings: EngineSettings, activations: str) -> tuple[str, ...]:
-    """The operations that the model's layers and the sampler run."""
-    caches = cache_formats(arch, *(one.value for one in cache_dtypes(settings, "bfloat16")))
-    served = served_uses(arch, 1, "bfloat16", "bfloat16", activations, caches)
-    return tuple(dict.fromkeys(op.op for op in (*served, *sampling_uses(arch.vocab_size))))
+@dataclass(frozen=True, slots=True)
+class _Served:
+    """A model as it is asked for: what it runs follows from that and from the device."""
 
+    arch: Arch
+    settings: EngineSettings
+    proof: CacheProof | None
 
-def _uncovered(arch: Arch, capabilities: Capabilities, settings: EngineSettings) -> list[str]:
-    order = settings.kernel_order or ""
-    ops = _ops(arch, settings, _activations(arch, settings, capabilities).value)
-    return [op for op in ops if capabilities.backend_of(op, order) is None]
+    def ops(self, capabilities: Capabilities) -> tuple[str, ...]:
+        """The operations that the model's layers and the sampler run."""
+        arch = self.arch
+        dtypes = cache_dtypes(self.settings, "bfloat16", self.proof)
+        caches = cache_formats(arch, *(dtype.value for dtype in dtypes))
+        activations = _activations(arch, self.settings, capabilities).value
+        layers = served_uses(arch, 1, "bfloat16", "bfloat16", activations, caches)
+        return tuple(dict.fromkeys(op.op for op in (*layers, *sampling_uses(arch.vocab_size))))
+
+    def uncovered(self, capabilities: Capabilities) -> list[str]:
+        order = self.settings.kernel_order or ""
+        ops = self.ops(capabilities)
+        return [op for op in ops if capabilities.backend_of(op, order) is None]
 
 
 def _gpu_index(machine: Machine, target: Target) -> int:
@@ -154,23 +176,21 @@ def _gpu_index(machine: Machine, target: Target) -> int:
     return next((n for n, gpu in enumerate(gpus) if gpu.capability == target.capability), 0)
 
 
-def _device(
-    machine: Machine, arch: Arch, settings: EngineSettings, capabilities: Capabilities
-) -> Value[str]:
+def _device(machine: Machine, served: _Served, capabilities: Capabilities) -> Value[str]:
     target = capabilities.target
-    missing = _uncovered(arch, capabilities, settings)
+    missing = served.uncovered(capabilities)
     if missing:
         listed = ", ".join(missing[:4]) + (", ..." if len(missing) > 4 else "")
         default = ",".join((*capabilities.default_order, REFERENCE))
-        count = len(_ops(arch, settings, _activations(arch, settings, capabilities).value))
+        count = len(served.ops(capabilities))
         raise UserError(
             f"{target} has no kernels for {len(missing)} of the {count} operations of"
-            f" {arch.name} ({listed})",
+            f" {served.arch.name} ({listed})",
             hint="leave --device out to run where all operations have one, or allow slow"
             f" references in words: --kernel-order '*={default}'",
         )
     name = f"cuda:{_gpu_index(machine, target)}" if target.type == "cuda" else target.type
-    if settings.device is not None:
+    if served.settings.device is not None:
         return Value(name, Origin.FLAG, "given with --device")
     if target.type == "cuda":
         return Value(name, Origin.MEASURED, "a GPU is there and every operation runs on it")
@@ -272,10 +292,9 @@ def _shared_expert_stream(settings: EngineSettings, target: Target) -> Value[str
     return Value("off", Origin.DEFAULT, "a CPU has no streams")
 
 
-def _residency(
-    arch: Arch, settings: EngineSettings, capabilities: Capabilities
-) -> tuple[Value[str], Value[str]]:
+def _residency(served: _Served, capabilities: Capabilities) -> tuple[Value[str], Value[str]]:
     """(residency, kernel order): expanding backends run only where the order names them."""
+    arch, settings = served.arch, served.settings
     residency = _flag("--weights-residency", settings.weights_residency)
     if residency is None:
         residency = Value(
@@ -283,7 +302,7 @@ def _residency(
         )
     residency = Value(str(residency.value), residency.origin, residency.reason)
     if residency.value == Residency.QUANTISED:
-        asked = _kernel_order(arch, settings, capabilities)
+        asked = _kernel_order(served, capabilities)
         return _as_the_order_has_it(arch, residency, asked, capabilities), asked
     if settings.kernel_order is not None:
         raise UserError(
@@ -320,16 +339,17 @@ def _as_the_order_has_it(
 
 def _expanding(arch: Arch, order: str, capabilities: Capabilities) -> list[str]:
     """The backends that an order puts first for products and that expand their weights."""
-    products = [op for op in _ops(arch, EngineSettings(), "plain") if op.startswith(_WEIGHTED)]
+    plain = served_uses(arch, 1)
+    products = dict.fromkeys(use.op for use in plain if use.op.startswith(_WEIGHTED))
     chosen = {capabilities.backend_of(op, order) for op in products}
     return sorted(name for name in chosen if name and name in capabilities.expanding)
 
 
-def _kernel_order(arch: Arch, settings: EngineSettings, capabilities: Capabilities) -> Value[str]:
-    if settings.kernel_order is None:
+def _kernel_order(served: _Served, capabilities: Capabilities) -> Value[str]:
+    order = served.settings.kernel_order
+    if order is None:
         return Value("", Origin.DEFAULT, "the device's own order")
-    order = settings.kernel_order
-    ops = _ops(arch, settings, _activations(arch, settings, capabilities).value)
+    ops = served.ops(capabilities)
     slow = [op for op in ops if capabilities.backend_of(op, order) == REFERENCE]
     reason = "given with --kernel-order"
     if capabilities.target.type != "cpu" and slow:

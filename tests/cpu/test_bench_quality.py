@@ -121,6 +121,7 @@ def test_the_verb_judges_two_settings(tmp_path: Path) -> None:
     ran = metainfer(*common, *strict)
     assert ran.code == 1, ran.err
     assert "failed: divergence" in ran.out
+    assert "the plan keeps caches" not in ran.err  # drawn weights are no checkpoint
     made = json.loads((tmp_path / "bench-quality.json").read_text())
     assert made["verdict"]["passed"] is False
     assert made["divergence"]["tokens"] == 2 * 59

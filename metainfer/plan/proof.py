@@ -1,0 +1,148 @@
+"""Proof: what `bench quality` found of a model over caches of bytes, and whether it may have them.
+
+A record counts for the checkpoint that was judged, known by its config and by the names and sizes
+of its files, and for nothing else. It is kept under the home directory of who judged.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from metainfer.arch.record import Arch, LayerKind
+from metainfer.ops.cache_formats import PLAIN
+from metainfer.plan.settings import EngineSettings, LoadFormat
+
+LIMITS: Mapping[str, float] = MappingProxyType(
+    {"kl": 0.02, "perplexity_rise": 0.01, "top1": 0.97, "recall_loss": 0.02}
+)
+"""What `bench quality` lets pass where no flag says otherwise. A verdict by laxer limits proves
+nothing."""
+
+LEAST_TOKENS = 2048
+"""Predicted tokens of text that a verdict must rest on."""
+
+_KEY_DIGITS = 16
+_SAME = ("compute_dtype", "activations", "weights_residency")  # of both sides' plans
+
+
+@dataclass(frozen=True, slots=True)
+class CacheProof:
+    """The model predicts over these caches what it does over plain ones.
+
+    Attributes:
+        latents, index_keys: formats, as a plan calls them.
+        reason: a sentence's end that says when it was found and how near.
+    """
+
+    latents: str
+    index_keys: str
+    reason: str
+
+
+def default_cache() -> Path:
+    return Path.home() / ".cache" / "metainfer" / "quality"
+
+
+def model_key(directory: Path, settings: EngineSettings) -> str | None:
+    """What is known of a checkpoint without reading it whole; None where weights are drawn."""
+    config = directory / "config.json"
+    if settings.load_format == LoadFormat.DUMMY or not config.is_file():
+        return None
+    digest = hashlib.sha256(config.read_bytes())
+    for path in sorted(directory.glob("*.safetensors")):
+        digest.update(f"\0{path.name} {path.stat().st_size}".encode())
+    digest.update(json.dumps(settings.hf_overrides, sort_keys=True).encode())
+    return digest.hexdigest()[:_KEY_DIGITS]
+
+
+def judged(record: Mapping[str, Any], arch: Arch) -> CacheProof | str:
+    """What `record` proves if it passed: B keeps bytes, A plain numbers, and all else that changes
+    predictions is equal. A string says why it could prove nothing."""
+    a, b = (record["sides"][side]["receipt"] for side in ("A", "B"))
+    found, limits = record["divergence"], record["verdict"]["thresholds"]
+    kept_a, kept_b = (
+        tuple(side["plan"][name]["value"] for name in ("cache_dtype", "index_cache_dtype"))
+        for side in (a, b)
+    )
+    others = [name for name in _SAME if a["plan"][name]["value"] != b["plan"][name]["value"]]
+    lax = [name for name, limit in LIMITS.items() if _is_laxer(name, limits[name], limit)]
+    loaded = {side["settings"]["load_format"] for side in (a, b)}
+    seen = _all_chosen(arch)
+    doubts = {
+        "it does not hold caches of bytes against plain ones": not set(kept_a) <= set(PLAIN)
+        or set(kept_b) <= set(PLAIN),
+        f"the two sides differ in {' and '.join(others)} too": bool(others),
+        f"the limits of {' and '.join(lax)} are laxer than usual": bool(lax),
+        "its tokens or weights are drawn at random": loaded != {str(LoadFormat.AUTO)}
+        or not record["held_out"],
+        f"{found['tokens']} predicted tokens are fewer than {LEAST_TOKENS}": found["tokens"]
+        < LEAST_TOKENS,
+        f"up to {seen} tokens no index key decides anything": kept_b[1] not in PLAIN
+        and record["longest"] <= seen,
+    }
+    for doubt, holds in doubts.items():
+        if holds:
+            return doubt
+    text = (
+        f"bench quality passed it on {str(record['date'])[:10]}: divergence {found['kl']:.2g} nats"
+        f" a token, perplexity {found['perplexity_rise']:+.2%}"
+    )
+    return CacheProof(kept_b[0], kept_b[1], text)
+
+
+def keep(record: Mapping[str, Any], key: str, cache: Path | None = None) -> Path:
+    """Where the record lies from now on."""
+    directory = cache or default_cache()
+    directory.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(record, indent=1)
+    mark = hashlib.sha256(text.encode()).hexdigest()[:8]
+    path = directory / f"{key}-{mark}.json"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def cache_proof(
+    directory: Path, arch: Arch, settings: EngineSettings, cache: Path | None = None
+) -> CacheProof | None:
+    """The latest verdict on each pair of formats counts; of those that passed, the latest. Files
+    that are no such records count for nothing."""
+    key = model_key(directory, settings)
+    if key is None:
+        return None
+    seen: set[tuple[str, str]] = set()
+    for record in _latest_first(key, cache or default_cache()):
+        with suppress(KeyError, TypeError, ValueError):
+            proof = judged(record, arch)
+            if isinstance(proof, str) or (proof.latents, proof.index_keys) in seen:
+                continue
+            seen.add((proof.latents, proof.index_keys))
+            if record["verdict"]["passed"] is True:
+                return proof
+    return None
+
+
+def _latest_first(key: str, cache: Path) -> list[dict[str, Any]]:
+    records = []
+    for path in cache.glob(f"{key}-*.json"):
+        with suppress(OSError, ValueError):
+            record = json.loads(path.read_text(encoding="utf-8"))
+            if isinstance(record, dict):
+                records.append(record)
+    return sorted(records, key=lambda record: str(record.get("date")), reverse=True)
+
+
+def _is_laxer(name: str, limit: float, usual: float) -> bool:
+    return limit < usual if name == "top1" else limit > usual
+
+
+def _all_chosen(arch: Arch) -> int:
+    """Tokens of a sequence all of whose entries are chosen, whatever their keys."""
+    ratios = [layer.ratio for layer in arch.layers if layer.kind is LayerKind.COMPRESSED_SPARSE]
+    return arch.index_topk * max(ratios) if ratios else 0

@@ -1,0 +1,167 @@
+"""Verdicts of `bench quality` that let the plan keep caches as bytes."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from metainfer.arch.families import read_arch
+from metainfer.ops.kernel_order import COMPOSED
+from metainfer.plan.caches import cache_dtypes
+from metainfer.plan.plan import Origin
+from metainfer.plan.proof import LIMITS, CacheProof, cache_proof, judged, keep, model_key
+from metainfer.plan.settings import EngineSettings
+
+PEBBLE = read_arch("pebble")
+PROOF = CacheProof("fp8", "fp4", "it was seen")
+ALL_CHOSEN = 512  # tokens: 128 entries of 4
+
+
+def side(latents: str, keys: str) -> dict[str, Any]:
+    values = {
+        "compute_dtype": "bfloat16",
+        "activations": "plain",
+        "weights_residency": "quantised",
+        "cache_dtype": latents,
+        "index_cache_dtype": keys,
+    }
+    plan = {name: {"value": value} for name, value in values.items()}
+    return {"receipt": {"settings": {"load_format": "auto"}, "plan": plan}}
+
+
+def record(keys: str = "fp8", date: str = "2025-06-01T10:00:00", passed: bool = True) -> Any:
+    return {
+        "date": date,
+        "held_out": True,
+        "longest": ALL_CHOSEN + 1,
+        "divergence": {"tokens": 5000, "kl": 7.7e-4, "perplexity_rise": 7e-4},
+        "verdict": {"passed": passed, "thresholds": dict(LIMITS)},
+        "sides": {"A": side("bfloat16", "bfloat16"), "B": side("fp8", keys)},
+    }
+
+
+def test_a_record_proves_the_formats_of_its_second_side() -> None:
+    proof = judged(record("fp4"), PEBBLE)
+    assert isinstance(proof, CacheProof)
+    assert (proof.latents, proof.index_keys) == ("fp8", "fp4")
+    assert "passed it on 2025-06-01: divergence 0.00077 nats a token" in proof.reason
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "doubt"),
+    [
+        (("longest",), ALL_CHOSEN, "up to 512 tokens no index key decides anything"),
+        (("held_out",), False, "drawn at random"),
+        (("sides", "B", "receipt", "settings", "load_format"), "dummy", "drawn at random"),
+        (("divergence", "tokens"), 2047, "2047 predicted tokens are fewer"),
+        (("verdict", "thresholds", "kl"), 0.05, "limits of kl are laxer"),
+        (("verdict", "thresholds", "top1"), 0.9, "limits of top1 are laxer"),
+        (
+            ("sides", "B", "receipt", "plan", "activations", "value"),
+            "fp8",
+            "differ in activations too",
+        ),
+        (("sides", "A", "receipt", "plan", "cache_dtype", "value"), "fp8", "against plain ones"),
+    ],
+)
+def test_a_record_about_something_else_proves_nothing(path, value, doubt) -> None:
+    changed = copy.deepcopy(record())
+    place = changed
+    for name in path[:-1]:
+        place = place[name]
+    place[path[-1]] = value
+    found = judged(changed, PEBBLE)
+    assert isinstance(found, str)
+    assert doubt in found
+
+
+def test_equal_sides_prove_nothing_and_stricter_limits_do() -> None:
+    equal = {
+        **record(),
+        "sides": {"A": side("bfloat16", "bfloat16")} | {"B": side("bfloat16", "float32")},
+    }
+    assert "does not hold caches of bytes" in judged(equal, PEBBLE)
+    strict = record()
+    strict["verdict"]["thresholds"] = {
+        "kl": 0.0,
+        "perplexity_rise": 0.0,
+        "top1": 1,
+        "recall_loss": 0,
+    }
+    assert isinstance(judged(strict, PEBBLE), CacheProof)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "config.json").write_text("{}")
+    (directory / "model.safetensors").write_bytes(b"12345")
+    return directory
+
+
+def test_the_latest_verdict_on_a_pair_of_formats_counts(model: Path, tmp_path: Path) -> None:
+    kept, settings = tmp_path / "kept", EngineSettings()
+    key = model_key(model, settings)
+
+    def found() -> str | None:
+        proof = cache_proof(model, PEBBLE, settings, kept)
+        return None if proof is None else proof.index_keys
+
+    assert found() is None
+    keep(record("fp8", "2025-06-01"), key, kept)
+    assert found() == "fp8"
+    keep(record("fp4", "2025-06-02"), key, kept)
+    assert found() == "fp4"
+    keep(record("fp4", "2025-06-03", passed=False), key, kept)
+    assert found() == "fp8"
+    (kept / f"{key}-1.json").write_text("{")
+    (kept / f"{key}-2.json").write_text(json.dumps({"date": "2025-06-04"}))
+    assert found() == "fp8"
+    keep(record("fp8", "2025-06-05", passed=False), key, kept)
+    assert found() is None
+
+
+def test_another_checkpoint_or_part_of_it_has_no_verdict(model: Path, tmp_path: Path) -> None:
+    kept, settings = tmp_path / "kept", EngineSettings()
+    keep(record(), model_key(model, settings), kept)
+    cut = EngineSettings(hf_overrides={"num_hidden_layers": 2})
+    assert cache_proof(model, PEBBLE, cut, kept) is None
+    dummy = EngineSettings(load_format="dummy")
+    assert cache_proof(model, PEBBLE, dummy, kept) is None
+    assert cache_proof(Path("deepseek-v4-flash"), PEBBLE, settings, kept) is None
+    assert cache_proof(model, PEBBLE, settings, kept) is not None
+    (model / "model.safetensors").write_bytes(b"123456")
+    assert cache_proof(model, PEBBLE, settings, kept) is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "proof", "expected"),
+    [
+        ({}, None, ("float32", Origin.DEFAULT, "float32", Origin.DEFAULT)),
+        ({}, PROOF, ("fp8", Origin.MEASURED, "fp4", Origin.MEASURED)),
+        (
+            {"kv_cache_dtype": "bfloat16"},
+            PROOF,
+            ("bfloat16", Origin.FLAG, "bfloat16", Origin.DEFAULT),
+        ),
+        ({"kv_cache_dtype": "fp8"}, None, ("fp8", Origin.FLAG, "fp8", Origin.DEFAULT)),
+        ({"kv_cache_dtype": "fp8"}, PROOF, ("fp8", Origin.FLAG, "fp4", Origin.MEASURED)),
+        ({"index_cache_dtype": "fp8"}, PROOF, ("float32", Origin.DEFAULT, "fp8", Origin.FLAG)),
+        ({"index_cache_dtype": "fp4"}, PROOF, ("fp8", Origin.MEASURED, "fp4", Origin.FLAG)),
+        (
+            {"kernel_order": f"*={COMPOSED}"},
+            PROOF,
+            ("float32", Origin.DEFAULT, "float32", Origin.DEFAULT),
+        ),
+    ],
+)
+def test_flags_win_then_verdicts(flags, proof, expected) -> None:
+    latents, keys = cache_dtypes(EngineSettings(**flags), "float32", proof)
+    assert (latents.value, latents.origin, keys.value, keys.origin) == expected
+    if Origin.MEASURED in expected:
+        assert PROOF.reason in (latents.reason, keys.reason)
