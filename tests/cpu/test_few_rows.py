@@ -13,14 +13,22 @@ from metainfer.kernels.cuda.few_rows import Arrangement, arrangement
 from metainfer.kernels.inputs import linear as inputs
 from metainfer.kernels.inputs.base import Draw
 from metainfer.kernels.reference import linear as reference
+from metainfer.kernels.triton import linear
 from metainfer.ops.base import Target
-from metainfer.ops.linear import DenseCase, Fp8RowsCase, GroupedFp8RowsCase
+from metainfer.ops.linear import DenseCase, Fp8RowsCase, GroupedCase, GroupedFp8RowsCase
 from tests.fakes.few_rows_cpu import COMPILER, CpuLauncher
 
 CODES = Fp8RowsCase(144, 384, dtype="float32")
 TURNED = Fp8RowsCase(272, 1152, scale="fp32")
+NARROW = Fp8RowsCase(96, 512, (32, 32), 32, dtype="float32")
 GROUPED = GroupedFp8RowsCase(2, 128, 256)
-NAMES = {Fp8RowsCase: "fp8_rows", GroupedFp8RowsCase: "grouped_fp8_rows", DenseCase: "dense"}
+NAMES = {
+    Fp8RowsCase: "fp8_rows",
+    GroupedFp8RowsCase: "grouped_fp8_rows",
+    DenseCase: "dense",
+    GroupedCase: "grouped",
+}
+PREPARED = {"dense": linear.prepare_dense, "grouped": linear.prepare_grouped}
 ROUNDED = {"float32": 1e-5, "bfloat16": 5e-3}  # of the largest number
 
 compiles = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
@@ -37,7 +45,7 @@ def run(
     """(what the kernel gives, what the reference gives)."""
     name = NAMES[type(case)]
     call = getattr(inputs, name)(case, Draw(rows, "cpu"), rows, **drawn)
-    prepare = few_rows.linear.prepare_dense if name == "dense" else few_rows.prepare_codes
+    prepare = PREPARED.get(name, few_rows.prepare_codes)
     found = getattr(few_rows, name)(
         launch, case, prepare(case, *call.weights), *call.arguments, made
     )
@@ -59,6 +67,10 @@ def run(
         ((8, 0), DenseCase(48, 1024), 16, Arrangement(8, 8, 2), {}),
         ((8, 9), DenseCase(64, 128, out_dtype="float32"), 9, None, {"dtype": "float32"}),
         ((8, 9), CODES, 0, None, {}),
+        ((8, 9), NARROW, 7, None, {}),
+        ((9, 0), NARROW, 12, Arrangement(8, 2, 2), {"spread": True}),
+        ((8, 0), GroupedFp8RowsCase(2, 32, 384, (32, 32), 32), 8, None, {"spread": True}),
+        ((9, 0), GroupedCase(3, 32, 192, "dense"), 4, None, {}),
     ],
 )
 def test_products(
@@ -103,21 +115,20 @@ def test_numbers_that_are_none_stay_where_they_are(folder: Path) -> None:
     [(1, 96, 32), (1, 2048, 8), (8, 64, 32), (1, 8, 56), (1, 1, 1), (1, 8080, 64)],
 )
 def test_arrangements_can_be_started(groups: int, tiles: int, units: int, processors: int) -> None:
-    made = arrangement(groups, tiles, units, 1, processors)
+    made = arrangement(groups, tiles, units, processors)
     assert made.warps in few_rows.KERNELS
     assert made.slices <= min(made.warps, units)
-    assert made == arrangement(groups, tiles, units, 8, processors)
 
 
 def test_few_tiles_are_shared_and_many_are_not() -> None:
-    assert arrangement(1, 96, 32, 1, 132) == Arrangement(16, 16, 3)
-    assert arrangement(1, 2048, 8, 1, 132).slices == 1
+    assert arrangement(1, 96, 32, 132) == Arrangement(16, 16, 3)
+    assert arrangement(1, 2048, 8, 132).slices == 1
 
 
 def test_cases_that_are_refused_say_why() -> None:
     target = Target("cuda", (9, 0))
-    small = few_rows.codes_eligible(Fp8RowsCase(64, 64, (32, 32), 32), target)
-    assert small.reason == "reads 128 columns of one scale at a time, not 32"
+    small = few_rows.codes_eligible(Fp8RowsCase(64, 128, (64, 64), 64), target)
+    assert small.reason == "takes no groups of 64 columns with blocks of (64, 64)"
     odd = few_rows.codes_eligible(Fp8RowsCase(200, 128), target)
     assert odd.reason == "200 x 128 are not whole tiles of 16 x 128"
     exact = few_rows.dense_eligible(DenseCase(64, 128, "float32", "float32"), target)

@@ -12,8 +12,9 @@
 // Constants: FORM (in what is multiplied: 0 e4m3 codes, 1 codes converted to fp16, 2 codes turned
 // into fp16 by integer operations, 2^-8 of what they stand for, 3 bf16), NT (times 8 rows of x),
 // WARPS of a block, DEPTH, PARTS (weights that are added up), WEIGHT_SCALE and ROW_SCALE (0 none,
-// 1 e8m0, 2 fp32), BLOCK_O and BLOCK_I (rows and columns of a weight that share a scale), WIDE (1:
-// the result is fp32, else bf16).
+// 1 e8m0, 2 fp32), BLOCK_O and BLOCK_I (rows and columns of a weight that share a scale), GROUP
+// (columns of a row that do: 128, or 32 as of the weight, both e8m0), WIDE (1: the result is fp32,
+// else bf16).
 
 #include "few_rows.cuh"
 
@@ -63,14 +64,16 @@ __device__ __forceinline__ float e8m0_number(uint32 byte) {
   return __uint_as_float(byte ? byte << 23 : 1u << 22);  // 2^-127 is not a normal number
 }
 
+// The scale, or four of them, of a unit or a block.
 template <int FORMAT>
 __device__ __forceinline__ uint32 scale_at(const uint8* scales, int place) {
-  return FORMAT == 1 ? scales[place] : ((const uint32*)scales)[place];
+  return FORMAT == 1 && GROUP != 32 ? scales[place] : ((const uint32*)scales)[place];
 }
 
 template <int FORMAT>
-__device__ __forceinline__ float scale_of(uint32 kept) {
-  return FORMAT == 1 ? e8m0_number(kept) : __uint_as_float(kept);
+__device__ __forceinline__ float scale_of(uint32 kept, int group) {
+  if (FORMAT != 1) return __uint_as_float(kept);
+  return e8m0_number(GROUP == 32 ? kept >> 8 * group & 255 : kept);
 }
 
 // What no kernel writes.
@@ -84,7 +87,7 @@ __device__ __forceinline__ void fetch_weight(Unit& u, const Reader& r, int unit)
     u.high[i] = load_once(from + r.eight_rows + 64 * i, r.policy);
   }
 #if WEIGHT_SCALE
-  u.scale = scale_at<WEIGHT_SCALE>(r.scales, column * UNIT / BLOCK_I);
+  u.scale = scale_at<WEIGHT_SCALE>(r.scales, GROUP == 32 ? column : column * UNIT / BLOCK_I);
 #endif
 }
 
@@ -139,46 +142,74 @@ __device__ __forceinline__ void multiply_words(float (&d)[NT][4], uint32 low0, u
 #endif
 }
 
-__device__ __forceinline__ void multiply(float (&d)[NT][4], const Unit& u, const Reader& r,
-                                         int unit) {
-  const int column = PARTS > 1 && unit >= r.units ? unit - r.units : unit;
+// Run i of rows of x, 64 bytes of each; words of other groups than `half` become 0 where a group is
+// half a run (two of the four threads that share a row).
+__device__ __forceinline__ void load_run(uint32 (&x)[4][NT], const Unit& u, const Reader& r,
+                                         int column, int i, int half) {
+  const uint32 kept = GROUP == 32 && (threadIdx.x >> 1 & 1) != half ? 0 : ~0u;
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    uint32 x0[NT], x1[NT], x2[NT], x3[NT];
-#pragma unroll
-    for (int n = 0; n < NT; ++n) {
+  for (int n = 0; n < NT; ++n) {
 #if AHEAD
-      const uint4 v = u.x[i];
+    const uint4 v = u.x[i];
 #else
-      const uint4 v = load(r.x[n] + column * UNIT + 64 * i);
+    const uint4 v = load(r.x[n] + column * UNIT + 64 * i);
 #endif
-      x0[n] = v.x, x1[n] = v.y, x2[n] = v.z, x3[n] = v.w;
-    }
-    multiply_words(d, u.low[i].x, u.low[i].y, u.high[i].x, u.high[i].y, x0, x1);
-    multiply_words(d, u.low[i].z, u.low[i].w, u.high[i].z, u.high[i].w, x2, x3);
+    x[0][n] = v.x & kept, x[1][n] = v.y & kept, x[2][n] = v.z & kept, x[3][n] = v.w & kept;
   }
 }
 
-// total += the products of a unit.
-__device__ __forceinline__ void add(float (&total)[NT][4], const Unit& u, const Reader& r,
-                                    int unit) {
+__device__ __forceinline__ void multiply(float (&d)[NT][4], const Unit& u, const Reader& r,
+                                         int column, int i, int half) {
+  uint32 x[4][NT];
+  load_run(x, u, r, column, i, half);
+  multiply_words(d, u.low[i].x, u.low[i].y, u.high[i].x, u.high[i].y, x[0], x[1]);
+  multiply_words(d, u.low[i].z, u.low[i].w, u.high[i].z, u.high[i].w, x[2], x[3]);
+}
+
+// total += part times the scales of group `n` of the unit.
+__device__ __forceinline__ void add_scaled(float (&total)[NT][4], const float (&part)[NT][4],
+                                           const Unit& u, int group) {
 #if WEIGHT_SCALE
-  float part[NT][4];
-#pragma unroll
-  for (int n = 0; n < NT; ++n) part[n][0] = part[n][1] = part[n][2] = part[n][3] = 0.0f;
-  multiply(part, u, r, unit);
-  const float scale = scale_of<WEIGHT_SCALE>(u.scale) * (FORM == 2 ? 65536.0f : 1.0f);
+  const float scale =
+      scale_of<WEIGHT_SCALE>(u.scale, group) * (FORM == 2 ? 65536.0f : 1.0f);
 #pragma unroll
   for (int n = 0; n < NT; ++n) {
-    const float even = scale * scale_of<ROW_SCALE>(u.row_scale[n][0]);
-    const float odd = scale * scale_of<ROW_SCALE>(u.row_scale[n][1]);
+    const float even = scale * scale_of<ROW_SCALE>(u.row_scale[n][0], group);
+    const float odd = scale * scale_of<ROW_SCALE>(u.row_scale[n][1], group);
     total[n][0] = fmaf(part[n][0], even, total[n][0]);
     total[n][1] = fmaf(part[n][1], odd, total[n][1]);
     total[n][2] = fmaf(part[n][2], even, total[n][2]);
     total[n][3] = fmaf(part[n][3], odd, total[n][3]);
   }
+#endif
+}
+
+__device__ __forceinline__ void clear(float (&d)[NT][4]) {
+#pragma unroll
+  for (int n = 0; n < NT; ++n) d[n][0] = d[n][1] = d[n][2] = d[n][3] = 0.0f;
+}
+
+// total += the products of a unit.
+__device__ __forceinline__ void add(float (&total)[NT][4], const Unit& u, const Reader& r,
+                                    int unit) {
+  const int column = PARTS > 1 && unit >= r.units ? unit - r.units : unit;
+#if !WEIGHT_SCALE
+  multiply(total, u, r, column, 0, 0);
+  multiply(total, u, r, column, 1, 0);
+#elif GROUP == 32
+#pragma unroll
+  for (int group = 0; group < 4; ++group) {
+    float part[NT][4];
+    clear(part);
+    multiply(part, u, r, column, group >> 1, group & 1);
+    add_scaled(total, part, u, group);
+  }
 #else
-  multiply(total, u, r, unit);
+  float part[NT][4];
+  clear(part);
+  multiply(part, u, r, column, 0, 0);
+  multiply(part, u, r, column, 1, 0);
+  add_scaled(total, part, u, 0);
 #endif
 }
 
@@ -201,7 +232,7 @@ __device__ __forceinline__ Reader reader_of(const Arguments& a, int64 row, int l
 #pragma unroll
     for (int q = 0; q < 2; ++q) {
       const int other = min(8 * n + 2 * (lane & 3) + q, a.rows - 1);
-      const int64 place = other * a.x_scale_stride + group * a.units;
+      const int64 place = other * a.x_scale_stride + group * a.units * (GROUP == 32 ? 4 : 1);
       r.row_scales[n][q] = a.x_scales + place * (ROW_SCALE == 1 ? 1 : 4);
     }
   }
@@ -266,8 +297,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS)
   const int first = blockIdx.x * height, row = first + (warp >> log2) * TILE;
   const int64 before = (int64)blockIdx.y * a.outputs;  // rows of the groups before
   float total[NT][4];
-#pragma unroll
-  for (int n = 0; n < NT; ++n) total[n][0] = total[n][1] = total[n][2] = total[n][3] = 0.0f;
+  clear(total);
   let_next_begin();
   if (row >= a.outputs)
     wait_for_rows();

@@ -25,12 +25,13 @@ from metainfer.kernels.triton.launch import Launcher, has_fp8
 from metainfer.kernels.triton.portable import PtxLauncher
 from metainfer.kernels.triton.product import Sizes, Weight
 from metainfer.ops.base import Target
-from metainfer.ops.linear import DenseCase, Fp8RowsCase, GroupedFp8RowsCase
+from metainfer.ops.linear import DenseCase, Fp8RowsCase, GroupedCase, GroupedFp8RowsCase
 
 FEW_ROWS = 16
 NAME = "cuda"
 
 _UNIT = 128  # bytes of a row of the weight that are read at a time, and columns of a group
+_NARROW = 32  # columns of a group where they are fewer, and side of a block then
 _TILE = 16
 _PADDED = 20
 _WARPS = 16  # of a multiprocessor: one block of as many or two of half
@@ -63,14 +64,15 @@ class Arrangement:
     early: bool = False
 
 
-def arrangement(groups: int, tiles: int, units: int, rows: int, processors: int) -> Arrangement:
+def arrangement(
+    groups: int, tiles: int, units: int, processors: int, depth: int = 3
+) -> Arrangement:
     """The one that takes least time on paper.
 
     Args:
         tiles: of a group.
         units: of a tile.
     """
-    depth = 3 if rows <= 8 else 2
     slices = [2**log2 for log2 in range(_WARPS.bit_length()) if 2**log2 <= max(1, units)]
     made = [Arrangement(warps, n, depth) for warps in KERNELS for n in slices if n <= warps]
     return min(made, key=lambda one: _cycles(one, groups, tiles, units, processors))
@@ -109,14 +111,15 @@ def product(
     rows, numbers = len(x), weight.numbers_POI
     y = x.new_empty((rows, sizes.groups * sizes.rows), dtype=dtype)
     x = _copied_by_16_bytes(x)
-    if x_scales is not None and x_scales.stride(1) != 1:
-        x_scales = x_scales.contiguous()
+    if x_scales is not None:
+        x_scales = _read_by_4_bytes(x_scales)
     units = sizes.columns * numbers.element_size() // _UNIT
     tiles = sizes.rows // _TILE
-    made = made or arrangement(
-        sizes.groups, tiles, len(numbers) * units, rows, launch.multiprocessors
-    )
     times_8 = 1 if rows <= 8 else 2
+    depth = 3 if times_8 == 1 and sizes.group != _NARROW else 2
+    made = made or arrangement(
+        sizes.groups, tiles, len(numbers) * units, launch.multiprocessors, depth
+    )
     launch.cuda(
         KERNELS[made.warps],
         (triton.cdiv(tiles, made.warps // made.slices) if rows else 0, sizes.groups, 1),
@@ -143,6 +146,7 @@ def product(
         ROW_SCALE=_scale_format(x_scales),
         BLOCK_O=sizes.block[0],
         BLOCK_I=sizes.block[1],
+        GROUP=sizes.group if x_scales is not None else _UNIT,
         WIDE=int(dtype is torch.float32),
     )
     return y
@@ -156,6 +160,17 @@ def _copied_by_16_bytes(x: torch.Tensor) -> torch.Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
+def _read_by_4_bytes(scales: torch.Tensor) -> torch.Tensor:
+    """As `_copied_by_16_bytes`."""
+    begins = scales.is_meta or scales.data_ptr() % 4 == 0
+    if scales.stride(1) == 1 and scales.stride(0) * scales.element_size() % 4 == 0 and begins:
+        return scales
+    groups = scales.shape[1]
+    padded = scales.new_empty(len(scales), groups + -groups % 4)
+    padded[:, :groups] = scales
+    return padded[:, :groups]
+
+
 def _scale_format(scales: torch.Tensor | None) -> int:
     if scales is None:
         return 0
@@ -165,6 +180,13 @@ def _scale_format(scales: torch.Tensor | None) -> int:
 def has_cublas(launch: Launcher) -> bool:
     """Whether torch's own products are those of the GPU that `launch` is for."""
     return not isinstance(launch, PtxLauncher)
+
+
+def is_served(case: CodesCase, weight: Weight, rows: int) -> bool:
+    """Whether this kernel does a call. It takes narrow blocks with scales of one byte alone."""
+    assert weight.scales_BB is not None
+    bytes_alone = case.group != _NARROW or weight.scales_BB.dtype is torch.uint8
+    return rows <= FEW_ROWS and bytes_alone
 
 
 def scales_blocks(launch: Launcher) -> bool:
@@ -191,7 +213,7 @@ def fp8_rows(
 ) -> torch.Tensor:
     """`made` for experiments, here and below."""
     kept = weight.weight if isinstance(weight, Scaled) else weight
-    if len(codes_TI) <= FEW_ROWS:
+    if is_served(case, kept, len(codes_TI)):
         sizes = Sizes(1, case.rows, case.columns, case.block, case.group)
         dtype = TORCH_DTYPES[case.dtype]
         return product(launch, sizes, kept, codes_TI, scales_TG, dtype, made)
@@ -209,13 +231,26 @@ def grouped_fp8_rows(
     made: Arrangement | None = None,
 ) -> torch.Tensor:
     kept = weight.weight if isinstance(weight, Scaled) else weight
-    if len(codes_TI) <= FEW_ROWS:
+    if is_served(case, kept, len(codes_TI)):
         sizes = Sizes(case.groups, case.rows, case.columns, case.block, case.group)
         dtype = TORCH_DTYPES[case.dtype]
         return product(launch, sizes, kept, codes_TI, scales_TG, dtype, made)
     if isinstance(weight, Scaled) and scales_blocks(launch):
         return scaled.grouped_fp8_rows(launch, case, weight, codes_TI, scales_TG)
     return linear.grouped_fp8_rows(launch, case, kept, codes_TI, scales_TG)
+
+
+def grouped(
+    launch: Launcher,
+    case: GroupedCase,
+    weight: Weight,
+    x_TGI: torch.Tensor,
+    made: Arrangement | None = None,
+) -> torch.Tensor:
+    if len(x_TGI) > FEW_ROWS:
+        return linear.grouped(launch, case, weight, x_TGI)
+    sizes = Sizes(case.groups, case.rows, case.columns)
+    return product(launch, sizes, weight, x_TGI.flatten(1), None, TORCH_DTYPES[case.dtype], made)
 
 
 def dense(
@@ -234,15 +269,23 @@ def dense(
 
 
 def codes_eligible(case: CodesCase, target: Target) -> Verdict:
-    """Whole tiles of rows, and groups of 128 columns."""
-    if case.group != _UNIT or case.block[1] % _UNIT or case.block[0] % _TILE:
-        return no(f"reads {_UNIT} columns of one scale at a time, not {case.group}")
+    """Whole tiles of rows; groups of 128 columns, or of 32 with blocks of 32 x 32."""
+    wide = case.group == _UNIT and case.block[1] % _UNIT == 0 and case.block[0] % _TILE == 0
+    narrow = case.group == _NARROW and case.block == (_NARROW, _NARROW) and case.scale == "e8m0"
+    if not (wide or narrow):
+        return no(f"takes no groups of {case.group} columns with blocks of {case.block}")
     return _eligible(case.rows, case.columns, _UNIT, target)
 
 
 def dense_eligible(case: DenseCase, target: Target) -> Verdict:
     if case.dtype != "bfloat16":
         return no(f"multiplies rows in bfloat16, not in {case.dtype}")
+    return _eligible(case.rows, case.columns, _UNIT // 2, target)
+
+
+def grouped_eligible(case: GroupedCase, target: Target) -> Verdict:
+    if case.weight_format != "dense" or case.dtype != "bfloat16":
+        return no(f"multiplies numbers in bfloat16, not {case.weight_format} in {case.dtype}")
     return _eligible(case.rows, case.columns, _UNIT // 2, target)
 
 
@@ -257,5 +300,6 @@ def _eligible(rows: int, columns: int, step: int, target: Target) -> Verdict:
 BACKENDS = (
     Declared("linear.fp8_rows", fp8_rows, codes_eligible, prepare_codes, NAME),
     Declared("linear.grouped_fp8_rows", grouped_fp8_rows, codes_eligible, prepare_codes, NAME),
+    Declared("linear.grouped", grouped, grouped_eligible, linear.prepare_grouped, NAME),
     Declared("linear.dense", dense, dense_eligible, linear.prepare_dense, NAME),
 )
