@@ -12,6 +12,7 @@ from metainfer.cli.terminal import Terminal
 from metainfer.cli.verb import Verb
 from metainfer.core.config import flag
 from metainfer.core.errors import UserError
+from metainfer.ops.cache_formats import INDEX_DTYPES, LATENT_DTYPES
 from metainfer.ops.targets import CARD_KINDS
 from metainfer.ops.use import PARTS
 from metainfer.shipped import SHIPPED_MODEL
@@ -70,6 +71,14 @@ class CoverageOptions:
         "--decode-batches", "Rows of steps of decode", (1, 4, 16, 64, 256), unit="rows", many=True
     )
     part: str | None = flag("--part", "Only the operations of this part", choices=PARTS)
+    kv_cache_dtype: str | None = flag(
+        "--kv-cache-dtype",
+        "Format of the caches of latents that layers bind",
+        choices=LATENT_DTYPES,
+    )
+    index_cache_dtype: str | None = flag(
+        "--index-cache-dtype", "Format of index keys that layers bind", choices=INDEX_DTYPES
+    )
     kernel_order: str | None = flag(
         "--kernel-order", "Implementations to try, best first, as 'op=backend,backend;*=...'"
     )
@@ -114,6 +123,8 @@ def _reports(terminal: Terminal, options: CoverageOptions) -> list[dict[str, Any
     from metainfer.kernels.coverage_report import Subject, cards_that_ran, report
     from metainfer.ops.use import merged
     from metainfer.ops.uses import uses_of
+    from metainfer.plan.caches import cache_dtypes
+    from metainfer.plan.settings import EngineSettings
 
     model, part = options.model or SHIPPED_MODEL, options.part or ""
     targets = options.targets or tuple(CARD_KINDS)
@@ -123,9 +134,16 @@ def _reports(terminal: Terminal, options: CoverageOptions) -> list[dict[str, Any
         for ranks in options.tensor_parallel_sizes
     ]
     longest = read_attention(model).max_model_len
+    given = EngineSettings(
+        kv_cache_dtype=options.kv_cache_dtype, index_cache_dtype=options.index_cache_dtype
+    )
+    latents, keys = (dtype.value for dtype in cache_dtypes(given, "bfloat16"))
+    caches = {"latents": latents, "index_keys": keys}
     uses = {
         # What a GPU binds, which rounds rows of quantised matrices, and the forms without.
-        ranks: merged(uses_of(model, ranks, part, activations="fp8"), uses_of(model, ranks, part))
+        ranks: merged(
+            uses_of(model, ranks, part, activations="fp8", **caches), uses_of(model, ranks, part)
+        )
         for ranks in options.tensor_parallel_sizes
     }
     requests = [Request(uses[one.ranks], one.kind, longest) for one in subjects]

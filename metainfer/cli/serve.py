@@ -117,7 +117,7 @@ def say_unverified(
     from metainfer.kernels.verify_known import known, unverified
     from metainfer.kernels.verify_record import card_facts
 
-    done = known(card_facts(machine, "cuda"), plan.cache_dtype.value)
+    done = known(card_facts(machine, "cuda"), plan.plain_cache_dtype)
     left = unverified(kernels, done.passed)
     partly = len(left.keys() & done.partly)
     if left:

@@ -116,13 +116,18 @@ def run(terminal: Terminal, options: VerifyOptions) -> int:
     on.registry.check_order(order)
     dtype = plan.compute_dtype.value if plan else "bfloat16"
     sizes = sizes_for(options, on.device)
-    checks = checks_for(options, sizes, ranks, dtype, plan.activations.value if plan else "plain")
+    bound = {"dtype": dtype}
+    if plan:
+        bound["activations"] = plan.activations.value
+        bound["latents"] = plan.cache_dtype.value
+        bound["index_keys"] = plan.index_cache_dtype.value
+    checks = checks_for(options, sizes, ranks, **bound)
     where = Where(
         on.device,
         options.code_for,
         order,
         secrets.randbelow(2**31) if options.seed is None else options.seed,
-        plan.cache_dtype.value if plan else dtype,
+        plan.plain_cache_dtype if plan else dtype,
     )
     facts = card_facts(machine, on.device, options.code_for)
     memory_bytes = facts.get("memory_bytes", _MOST_WORKERS * _WORKER_BYTES)
@@ -178,9 +183,9 @@ def sizes_for(options: VerifyOptions, device: str) -> Sizes:
 
 
 def checks_for(
-    options: VerifyOptions, sizes: Sizes, ranks: int, dtype: str, activations: str = "plain"
+    options: VerifyOptions, sizes: Sizes, ranks: int, dtype: str, **formats: str
 ) -> list[Check]:
-    """All checks at some sizes."""
+    """All checks at some sizes; `formats`: as of `ops.uses.uses_of`."""
     from metainfer.arch.families import read_attention
     from metainfer.kernels.inputs.load import LOADED
     from metainfer.kernels.verify import checks_of
@@ -189,7 +194,7 @@ def checks_for(
     model = options.model or SHIPPED_MODEL
     uses = [
         (use.op, use.case, phase)
-        for use in uses_of(model, ranks, options.part or "", dtype, activations)
+        for use in uses_of(model, ranks, options.part or "", dtype, **formats)
         if use.op in LOADED
         for phase in use.phases
     ]

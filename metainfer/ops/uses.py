@@ -7,6 +7,7 @@ from pathlib import Path
 from metainfer.arch.attention_sides import ATTENTION_ONLY
 from metainfer.arch.families import read_arch, read_attention
 from metainfer.core.errors import UserError
+from metainfer.ops.cache_formats import cache_formats
 from metainfer.ops.sample import OPS as SAMPLING
 from metainfer.ops.sample import SampleCase
 from metainfer.ops.use import DECODE, PARTS, Use, Uses, merged
@@ -20,6 +21,8 @@ def uses_of(
     part: str = "",
     dtype: str = "bfloat16",
     activations: str = "plain",
+    latents: str = "",
+    index_keys: str = "",
 ) -> tuple[Use, ...]:
     """Uses of one of `ranks` ranks of a model: those that its layers bind first, then other forms.
 
@@ -28,6 +31,8 @@ def uses_of(
         part: one of `PARTS`, or "" for all that is known of the model.
         dtype: of activations and of residual streams.
         activations: as of `served_uses`.
+        latents, index_keys: formats of caches as a plan calls them (`ops.cache_formats`); "" for
+            plain numbers.
 
     Raises:
         UserError, CheckpointError: there is no such model or part, or `ranks` does not divide it.
@@ -39,7 +44,14 @@ def uses_of(
     if side.family not in ATTENTION_ONLY:
         arch = read_arch(path_or_name)
         served = (
-            *served_uses(arch, ranks, dtype, dtype, activations),
+            *served_uses(
+                arch,
+                ranks,
+                dtype,
+                dtype,
+                activations,
+                cache_formats(arch, latents or dtype, index_keys or dtype),
+            ),
             *sampling_uses(arch.vocab_size),
         )
     uses = merged(served, attention_uses(side, ranks, dtype))

@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import Any, Generic, TypeVar
 
 from metainfer.core.errors import UserError
+from metainfer.ops.cache_formats import PLAIN
 
 PLAN_VERSION = 1
 
@@ -96,6 +97,12 @@ class Plan:
     decode_share: Value[float]
     longest_prefill_s: Value[float]
     threads: Value[int]
+
+    @property
+    def plain_cache_dtype(self) -> str:
+        """Format of the caches that hold plain numbers, or would."""
+        dtypes = (self.cache_dtype, self.index_cache_dtype, self.compute_dtype)
+        return next(dtype.value for dtype in dtypes if dtype.value in PLAIN)
 
     def items(self) -> Iterator[tuple[str, Value[Any]]]:
         for f in fields(self):

@@ -11,7 +11,7 @@ from metainfer.arch.families import read_arch
 from metainfer.arch.record import Arch
 from metainfer.arch.tiny import tiny_arch, tiny_quantised_arch
 from metainfer.core.errors import UserError
-from metainfer.ops.cache_formats import CacheFormats
+from metainfer.ops.cache_formats import CacheFormats, cache_formats
 from metainfer.ops.catalogue import OPS
 from metainfer.ops.use import DECODE, PARTS, PREFILL, Use
 from metainfer.ops.uses import uses_of
@@ -61,6 +61,19 @@ def test_uses_over_caches_of_bytes_are_what_the_model_binds(name: str, keys: str
     dense = {(use.op, use.case) for use in served_uses(arch, 1)}
     described = {(use.op, use.case) for use in uses_of(name, 1)}
     assert set(bound) - dense <= described
+
+
+def test_formats_of_a_plan_say_what_is_served() -> None:
+    def served(**formats: str) -> set[str]:
+        uses = uses_of("deepseek-v4-flash", 1, "attention", **formats)
+        return {use.op for use in uses if use.served}
+
+    coded = {"cache.write", "cache.read", "cache.write_index", "index.encode_queries"}
+    assert not coded & served()
+    assert coded <= served(latents="fp8", index_keys="fp4")
+    assert coded & served(latents="fp8") == {"cache.write", "cache.read"}
+    with pytest.raises(UserError, match="fp8 keeps latents of 512 channels"):
+        cache_formats(tiny_arch(), "fp8", "fp8")
 
 
 def test_a_layout_that_does_not_divide_is_refused() -> None:

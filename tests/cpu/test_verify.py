@@ -126,7 +126,7 @@ def test_checks_follow_the_formats_and_the_layout_of_a_plan() -> None:
 
     options = VerifyOptions("deepseek-v4-flash", part="products", entries=(256,))
     for activations, bound in (("plain", False), ("fp8", True)):
-        products = checks_for(options, sizes_for(options, "cpu"), 4, "bfloat16", activations)
+        products = checks_for(options, sizes_for(options, "cpu"), 4, "bfloat16", activations=activations)
         assert ("linear.fp8_rows" in {check.op for check in products}) == bound
 
 
@@ -358,7 +358,7 @@ def test_serve_says_when_kernels_never_passed(
         err = io.StringIO()
         terminal = Terminal(io.StringIO(), err, colour=False, live=False)
         plan: Any = SimpleNamespace(
-            device=SimpleNamespace(value=device), cache_dtype=SimpleNamespace(value="bfloat16")
+            device=SimpleNamespace(value=device), plain_cache_dtype="bfloat16"
         )
         serve.say_unverified(terminal, probe(), plan, [norm_of(record)])
         return err.getvalue()
