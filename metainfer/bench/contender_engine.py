@@ -26,9 +26,11 @@ from metainfer.core.errors import MetainferError, UserError
 from metainfer.core.events import EngineEvent, FinishEvent, FinishReason, TokenEvent, Usage
 from metainfer.hardware.machine import Gpu, Machine, Unknown
 from metainfer.kernels.builtin import builtin_registry
+from metainfer.kernels.open import PROJECTS
 from metainfer.llm.engine import Engine, LoadedModel, load_model
 from metainfer.llm.offline import Result, generate
 from metainfer.llm.request import Request, SamplingParams
+from metainfer.ops.kernel_order import OPEN
 from metainfer.plan.build import build_plan, choose_target
 from metainfer.plan.settings import EngineSettings
 
@@ -130,6 +132,7 @@ class EngineContender:
             "settings": asdict(self._settings),
             "plan": json.loads(engine.plan.to_json())["values"],
             "kernels": {op: dict(backends) for op, backends in chosen.items()},
+            "open": {op: PROJECTS[op] for op, backends in chosen.items() if OPEN in backends},
             "load_s": self._load_s,
             "positions": self._checked,
             "longest_context": longest_context(engine.machine, engine.arch, self._as_planned()),

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from metainfer.arch.record import Arch
 from metainfer.core.config import add_flags
 from metainfer.core.errors import UserError
-from metainfer.ops.kernel_order import COMPOSED
+from metainfer.ops.kernel_order import COMPOSED, OPEN
 from metainfer.ops.uses_v4 import served_uses
 from metainfer.plan.settings import EngineSettings
 
@@ -24,6 +24,7 @@ SPARE_TOKENS = 64
 """Room for what sequences generate while others of their batch are still in prefill."""
 
 GENERIC, ADAPTED, TUNED = "generic", "adapted", "tuned"
+OPEN_STAGE = "open"
 
 STAGES: Mapping[str, str] = MappingProxyType(
     {
@@ -31,9 +32,15 @@ STAGES: Mapping[str, str] = MappingProxyType(
         " back to",
         ADAPTED: "fast kernels, eager, nothing overlaps",
         TUNED: "what the plan chooses",
+        OPEN_STAGE: "what the plan chooses, but open kernels that may be better",
     }
 )
 """Name of each stage, and what it is."""
+
+USUAL_STAGES = (GENERIC, ADAPTED, TUNED)
+"""What is compared where nobody says otherwise."""
+
+_OPEN_OPS = ("attention.sparse_prefill",)  # of `kernels.open`
 
 _BETWEEN_FLAGS = re.compile(r",\s*(?=--)")
 
@@ -99,6 +106,9 @@ def _of_stage(stage: str, arch: Arch) -> dict[str, Any]:
     """What the stage fixes of the engine."""
     if stage == TUNED:
         return {}
+    if stage == OPEN_STAGE:
+        # Nothing stands in for them: where one does not run, the reason is told.
+        return {"kernel_order": ";".join(f"{op}={OPEN}" for op in _OPEN_OPS)}
     fixed: dict[str, Any] = {
         "enforce_eager": True,
         "shared_expert_stream": "off",

@@ -192,6 +192,9 @@ def _remarks(made: Mapping[str, Any]) -> list[str]:
     for name, side in made["sides"].items():
         cached, prompts = (side["tokens"].get(k, 0) for k in ("cached_tokens", "prompt_tokens"))
         says = STAGES.get(name, "")
+        replaced = side["receipt"].get("open")
+        if replaced:
+            says += ": " + ", ".join(f"{op} by {project}" for op, project in replaced.items())
         lines.append(f"{name}: {cached} of {prompts:,} prompt tokens cached; {says}".rstrip("; "))
         lines += [f"{name}, {work}: {why}" for work, why in side["missing"].items()]
         lines += _positions(name, side["receipt"].get("positions"))

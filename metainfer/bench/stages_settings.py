@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from metainfer.bench.stage import STAGES
+from metainfer.bench.stage import USUAL_STAGES
 from metainfer.bench.traffic import Pattern
 from metainfer.core.config import flag
 from metainfer.core.errors import UserError
@@ -29,7 +29,7 @@ class StagesLoad:
         "--settings",
         "What is compared: stages, with flags of the engine behind a comma, such as"
         " 'tuned,--threads=1'",
-        tuple(STAGES),
+        USUAL_STAGES,
         unit="setting",
         many=True,
     )

@@ -11,6 +11,7 @@ from metainfer.kernels.composed import BACKENDS as COMPOSED_BACKENDS
 from metainfer.kernels.cpu import BACKENDS as CPU_BACKENDS
 from metainfer.kernels.native import native_backends
 from metainfer.kernels.native.library import load_library
+from metainfer.kernels.open import BACKENDS as OPEN_BACKENDS
 from metainfer.kernels.reference import BACKENDS as REFERENCE_BACKENDS
 from metainfer.kernels.registry import Backend, Registry
 
@@ -37,6 +38,7 @@ def builtin_registry(launch: Launcher | None = None) -> Registry:
             *native_backends(library),
             *CPU_BACKENDS,
             *COMPOSED_BACKENDS,
+            *OPEN_BACKENDS,
             *REFERENCE_BACKENDS,
         )
     )

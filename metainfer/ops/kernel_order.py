@@ -14,6 +14,8 @@ REFERENCE = "reference"
 """The slow, plain implementation that every op has."""
 COMPOSED = "composed"
 """What an eager framework composes of torch's own operations; runs only where it is named."""
+OPEN = "open"
+"""A kernel of another project that is installed; runs only where it is named."""
 NO_KERNEL = "has no kernel for it"
 """Why a backend that is named does not run an op that it lacks."""
 
