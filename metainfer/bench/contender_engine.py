@@ -26,6 +26,7 @@ from metainfer.core.errors import MetainferError, UserError
 from metainfer.core.events import EngineEvent, FinishEvent, FinishReason, TokenEvent, Usage
 from metainfer.hardware.machine import Gpu, Machine, Unknown
 from metainfer.kernels.builtin import builtin_registry
+from metainfer.kernels.gpu.current import use_device
 from metainfer.kernels.open import PROJECTS
 from metainfer.llm.engine import Engine, LoadedModel, load_model
 from metainfer.llm.offline import Result, generate
@@ -236,7 +237,7 @@ def load_checked(
     watch = PositionsWatch()
     loaded = load_model(model, settings, watched=lambda found: Watched(found, watch))
     # In a thread that ends, as OpenMP wants it (`llm.engine`).
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1, "", use_device, (loaded.plan.device.value,)) as pool:
         found = pool.submit(check_positions, loaded, watch, tokens, count, seed).result()
     if loaded.plan.device.value != "cpu":
         torch.cuda.empty_cache()

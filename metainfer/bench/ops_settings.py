@@ -7,6 +7,7 @@ from pathlib import Path
 
 from metainfer.core.config import flag
 from metainfer.core.errors import UserError
+from metainfer.hardware.device_names import parse_device
 from metainfer.ops.use import PARTS
 
 
@@ -33,7 +34,12 @@ class OpsLoad:
         "--ops", "Operations whose names match, such as 'attention.*'", "*", unit="pattern"
     )
     part: str | None = flag("--part", "Only the operations of this part", choices=PARTS)
-    device: str | None = flag("--device", "Where; the GPU if there is one", choices=("cpu", "cuda"))
+    device: str | None = flag(
+        "--device",
+        "Where: cpu, cuda, or one GPU such as cuda:1; the GPU if there is one",
+        unit="device",
+        parse=parse_device,
+    )
     code_for: str | None = flag(
         "--as", "Measure the code for this older GPU too, such as sm_89", unit="target"
     )

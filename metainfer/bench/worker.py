@@ -105,7 +105,7 @@ class _Card:
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             from metainfer.bench.nvml import Nvml
 
-            self._nvml = Nvml.open(f"GPU-{torch.cuda.get_device_properties(0).uuid}")
+            self._nvml = Nvml.open(f"GPU-{torch.cuda.get_device_properties().uuid}")
 
     def measured(
         self, work: Callable[..., dict[str, Any]], contender: Contender, command: Mapping[str, Any]

@@ -14,6 +14,7 @@ from metainfer.cli.verb import Verb
 from metainfer.core.config import flag
 from metainfer.core.errors import UserError
 from metainfer.core.units import format_count, format_seconds
+from metainfer.hardware.device_names import parse_device
 from metainfer.ops.use import PARTS
 from metainfer.shipped import SHIPPED_MODEL
 
@@ -45,7 +46,12 @@ class VerifyOptions:
         unit="n",
     )
     part: str | None = flag("--part", "Only the operations of this part", choices=PARTS)
-    device: str | None = flag("--device", "Where; the GPU if there is one", choices=("cpu", "cuda"))
+    device: str | None = flag(
+        "--device",
+        "Where: cpu, cuda, or one GPU such as cuda:1; the GPU if there is one",
+        unit="device",
+        parse=parse_device,
+    )
     code_for: str | None = flag(
         "--as", "Verify the code for this older GPU, such as sm_89", unit="target"
     )
@@ -128,6 +134,7 @@ def run(terminal: Terminal, options: VerifyOptions) -> int:
         order,
         secrets.randbelow(2**31) if options.seed is None else options.seed,
         plan.plain_cache_dtype if plan else dtype,
+        options.device,
     )
     facts = card_facts(machine, on.device, options.code_for)
     memory_bytes = facts.get("memory_bytes", _MOST_WORKERS * _WORKER_BYTES)

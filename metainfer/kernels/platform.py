@@ -10,6 +10,7 @@ import torch
 
 from metainfer.core.errors import UserError
 from metainfer.kernels.builtin import builtin_registry
+from metainfer.kernels.gpu.current import use_device
 from metainfer.kernels.registry import Registry
 from metainfer.ops.base import Target
 
@@ -37,7 +38,8 @@ def platform(device: str | None = None, code_for: str | None = None) -> Platform
     """The platform of this machine.
 
     Args:
-        device: "cpu" or "cuda"; None for the GPU where torch sees one.
+        device: "cpu", "cuda", or such as "cuda:1", which becomes the current GPU; None for the GPU
+            where torch sees one.
         code_for: the GPU whose code is to run, such as "sm_89"; None for the one that is here.
 
     Raises:
@@ -51,6 +53,7 @@ def platform(device: str | None = None, code_for: str | None = None) -> Platform
         return Platform("cpu", Target("cpu"), builtin_registry(), "cpu")
     if not gpu:
         raise UserError("torch sees no GPU", hint="--device cpu runs the kernels of the CPU")
+    use_device(device)
     here = torch.cuda.get_device_capability()
     name = torch.cuda.get_device_name()
     if code_for is None:

@@ -102,6 +102,7 @@ class Where:
 
     Attributes:
         cache_dtype: of caches that hold plain numbers.
+        named: which GPU, such as "cuda:1"; None for the first.
     """
 
     device: str
@@ -109,6 +110,7 @@ class Where:
     order: str
     seed: int
     cache_dtype: str = "bfloat16"
+    named: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +179,7 @@ def _compare(connection: Connection, where: Where, checks: Sequence[Numbered]) -
     from metainfer.kernels.platform import platform
     from metainfer.kernels.verify import check
 
-    on = platform(where.device, where.code_for)
+    on = platform(where.named or where.device, where.code_for)
     for number, one in checks:
         connection.send((number, check(on, one, where.order, where.seed, where.cache_dtype)))
         require_a_sound_device(where.device)
@@ -187,7 +189,7 @@ def _clock(connection: Connection, where: Where, checks: Sequence[Numbered]) -> 
     from metainfer.kernels.platform import platform
     from metainfer.kernels.verify import clock, rates_of
 
-    on = platform(where.device, where.code_for)
+    on = platform(where.named or where.device, where.code_for)
     connection.send((-1, rates_of(on)))
     for number, one in checks:
         try:

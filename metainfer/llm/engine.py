@@ -26,10 +26,12 @@ from metainfer.comm.group import Group
 from metainfer.core.errors import UserError
 from metainfer.core.events import EngineEvent
 from metainfer.core.units import format_bytes, format_seconds
+from metainfer.hardware.device_names import gpu_number
 from metainfer.hardware.machine import Machine
 from metainfer.hardware.probe import probe
 from metainfer.kernels.builtin import builtin_registry
 from metainfer.kernels.gpu.compilations import Compilations
+from metainfer.kernels.gpu.current import use_device
 from metainfer.kernels.registry import Kernel, Registry
 from metainfer.llm.admission import Limits
 from metainfer.llm.client import EngineStats
@@ -129,7 +131,7 @@ class Engine:
     def start(cls, loaded: LoadedModel, *, check_every_step: bool = False) -> Engine:
         """Warm a model up and serve it. Raises what the model raises."""
         plan, runner, compilations = loaded.plan, loaded.runner, loaded.compilations
-        _in_a_thread(lambda: warm_up(runner, plan))
+        _in_a_thread(plan, lambda: warm_up(runner, plan))
         compilations.begin_service()
         ready_s = time.perf_counter() - loaded.began_s
         _log.info("%s is ready after %s", loaded.arch.name, format_seconds(ready_s))
@@ -180,7 +182,7 @@ class Engine:
         self.close()
 
     def _run(self) -> None:
-        _set_threads(self.plan)
+        _settle_thread(self.plan)
         self._loop.run()
 
 
@@ -229,13 +231,15 @@ def load_model(
     plan = build_plan(machine, arch, settings, capabilities, proof)
     if on_plan is not None:
         on_plan(machine, plan)
-    _set_threads(plan)
+    _settle_thread(plan)
+    if gpu_number(plan.device.value):
+        registry = builtin_registry(_launcher(compilations))  # whose numbers are that GPU's
     bound = registry if watched is None else watched(registry)
     with _open_weights(directory, arch, settings, plan, on_progress) as checkpoint:
         if checkpoint.unused:
             _log.info("%d tensors of drafting blocks are not used", len(checkpoint.unused))
         kernels, runner = _in_a_thread(
-            lambda: _make_runner(arch, plan, checkpoint, bound, capabilities.target)
+            plan, lambda: _make_runner(arch, plan, checkpoint, bound, capabilities.target)
         )
     return LoadedModel(machine, arch, plan, kernels, runner, compilations, began_s)
 
@@ -284,14 +288,16 @@ def checkpoint_directory(path: str | Path) -> Path:
     )
 
 
-def _set_threads(plan: Plan) -> None:
-    """torch counts threads per process, OpenMP per calling thread: both are told."""
+def _settle_thread(plan: Plan) -> None:
+    """What the calling thread must know: which GPU is its own, and how many threads compute with
+    it. torch counts them per process, OpenMP per calling thread: both are told."""
+    use_device(plan.device.value)
     if plan.threads.value:
         torch.set_num_threads(plan.threads.value)
 
 
-def _in_a_thread(work: Callable[[], _Made]) -> _Made:
-    """What `work` returns or raises, done in a thread that ends.
+def _in_a_thread(plan: Plan, work: Callable[[], _Made]) -> _Made:
+    """What `work` returns or raises, done in a thread that ends, on the device of `plan`.
 
     OpenMP keeps workers for every thread that ever computed. Where they are more than the cores,
     none of them waits actively, and steps of the engine's own thread take up to twice as long.
@@ -300,6 +306,7 @@ def _in_a_thread(work: Callable[[], _Made]) -> _Made:
 
     def run() -> None:
         try:
+            _settle_thread(plan)
             done.set_result(work())
         except BaseException as error:
             done.set_exception(error)

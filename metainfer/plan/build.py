@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from metainfer.arch.record import Arch, WeightFormat
 from metainfer.core.errors import UserError
 from metainfer.core.units import format_bytes
+from metainfer.hardware.device_names import gpu_number
 from metainfer.hardware.machine import Gpu, Machine, Unknown
 from metainfer.ops.base import Target
 from metainfer.ops.cache_formats import cache_formats
@@ -53,14 +54,22 @@ def choose_target(
     if settings.device == "cpu":
         return capabilities_of(CPU)
     gpus: tuple[Gpu, ...] = () if isinstance(machine.gpus, Unknown) else machine.gpus
+    asked = gpu_number(settings.device or "")
+    if asked is not None and gpus:
+        if asked >= len(gpus):
+            raise UserError(
+                f"--device cuda:{asked}: there are {len(gpus)} GPUs, from cuda:0 on",
+                hint="name one of them, or leave --device out",
+            )
+        gpus = gpus[asked : asked + 1]
     on_gpus = [capabilities_of(Target("cuda", gpu.capability)) for gpu in gpus]
     served = _Served(arch, settings, proof)
     usable = [able for able in on_gpus if not served.uncovered(able)]
-    if settings.device == "cuda":
+    if settings.device is not None:
         if not gpus:
             why = machine.gpus.why if isinstance(machine.gpus, Unknown) else "none is listed"
             raise UserError(
-                f"--device cuda asks for a GPU, and none is known here ({why})",
+                f"--device {settings.device} asks for a GPU, and none is known here ({why})",
                 hint="leave --device out to run on the CPU",
             )
         return usable[0] if usable else on_gpus[0]
@@ -99,7 +108,7 @@ def build_plan(
     cuda_graphs = graphs_switch(target.type, settings)
     fixed = Fixed(
         device_name=target.type,
-        gpu=_gpu_index(machine, target),
+        gpu=_gpu_index(machine, settings, target),
         compute_dtype=compute_dtype.value,
         caches=cache_formats(arch, cache_dtype.value, index_cache_dtype.value),
         residency=residency.value,
@@ -170,8 +179,12 @@ class _Served:
         return [op for op in ops if capabilities.backend_of(op, order) is None]
 
 
-def _gpu_index(machine: Machine, target: Target) -> int:
-    """Which of the machine's GPUs `choose_target` chose: the first of its kind. 0 on the CPU."""
+def _gpu_index(machine: Machine, settings: EngineSettings, target: Target) -> int:
+    """Which of the machine's GPUs `choose_target` chose: the one asked for, or the first of its
+    kind. 0 on the CPU."""
+    asked = gpu_number(settings.device or "")
+    if asked is not None:
+        return asked
     gpus: tuple[Gpu, ...] = () if isinstance(machine.gpus, Unknown) else machine.gpus
     return next((n for n, gpu in enumerate(gpus) if gpu.capability == target.capability), 0)
 
@@ -189,7 +202,11 @@ def _device(machine: Machine, served: _Served, capabilities: Capabilities) -> Va
             hint="leave --device out to run where all operations have one, or allow slow"
             f" references in words: --kernel-order '*={default}'",
         )
-    name = f"cuda:{_gpu_index(machine, target)}" if target.type == "cuda" else target.type
+    name = (
+        f"cuda:{_gpu_index(machine, served.settings, target)}"
+        if target.type == "cuda"
+        else target.type
+    )
     if served.settings.device is not None:
         return Value(name, Origin.FLAG, "given with --device")
     if target.type == "cuda":

@@ -12,6 +12,7 @@ from typing import Any
 
 from metainfer.core.config import Stability, flag
 from metainfer.core.errors import UserError
+from metainfer.hardware.device_names import parse_device
 from metainfer.ops.cache_formats import INDEX_DTYPES, LATENT_DTYPES
 
 
@@ -29,7 +30,6 @@ class LoadFormat(StrEnum):
     DUMMY = "dummy"  # drawn at random on the device, in the formats that the config names
 
 
-DEVICES = ("cpu", "cuda")
 DTYPES = ("float32", "bfloat16")
 ACTIVATIONS = ("plain", "fp8")
 SWITCH = ("on", "off")
@@ -69,7 +69,12 @@ class EngineSettings:
         unit="json",
         parse=parse_overrides,
     )
-    device: str | None = flag("--device", "Where the model runs", choices=DEVICES)
+    device: str | None = flag(
+        "--device",
+        "Where the model runs: cpu, cuda, or one GPU such as cuda:1",
+        unit="device",
+        parse=parse_device,
+    )
     dtype: str | None = flag("--dtype", "Format of activations and matrix products", choices=DTYPES)
     activations: str | None = flag(
         "--activations",
@@ -185,7 +190,8 @@ class EngineSettings:
 
     def __post_init__(self) -> None:
         _require_choice("--load-format", self.load_format, tuple(LoadFormat))
-        _require_choice("--device", self.device, DEVICES)
+        if self.device is not None:
+            parse_device(self.device)
         _require_choice("--dtype", self.dtype, DTYPES)
         _require_choice("--activations", self.activations, ACTIVATIONS)
         _require_choice("--shared-expert-stream", self.shared_expert_stream, SWITCH)

@@ -334,6 +334,14 @@ def test_the_device_is_the_first_gpu_on_which_everything_runs():
     assert chosen((old,)) == chosen((new,), device="cpu") == chosen(()) == "cpu"
     assert chosen((old,), device="cuda") == "cuda:sm_80"  # and build_plan says what it lacks
     assert "lacks kernels" in plan(make_machine(gpus=(old,))).device.reason
+    for number, kind in enumerate(("80", "120")):
+        assert chosen((old, new), device=f"cuda:{number}") == f"cuda:sm_{kind}"
+    twins = make_machine(gpus=(replace(new, free_bytes=GIB // 4), new))
+    made = plan(twins, able=able(Target("cuda", (12, 0))), device="cuda:1")
+    assert (made.device.value, made.device.origin) == ("cuda:1", Origin.FLAG)
+    assert made.num_blocks.value == plan(make_machine(gpus=(new,))).num_blocks.value
+    with pytest.raises(UserError, match="--device cuda:2: there are 2 GPUs"):
+        chosen((old, new), device="cuda:2")
     for gpus in (Unknown("no driver"), ()):
         with pytest.raises(UserError, match="--device cuda asks for a GPU"):
             chosen(gpus, device="cuda")
