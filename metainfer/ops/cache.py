@@ -78,7 +78,8 @@ WRITE = Op(
         rotation_TR2: fp32 [T, R / 2, 2], cosine and sine of each row's angles; None without rope.
         cache: uint8 [M, row_bytes], rows a multiple of 16 bytes apart; or fp32 or bf16 [M, D] where
             dense. Written, padding included, at the rows that are listed and nowhere else.
-        rows_T: int64 [T], the cache row of each row, all different; -1 for none.
+        rows_T: int64 [T], the cache row of each row; -1 for none. A row that several name holds
+            anything afterwards: those that are read later are named once.
 
     Returns:
         y_TD: new, in the case's dtype, dense: every row as the cache keeps it, or would.

@@ -91,7 +91,8 @@ WRITE = Op(
         bias_I: fp32 [I], or None but for the layer norm.
         rotation_TR2: fp32 [T, R / 2, 2], cosine and sine of each row's angles; None without rope.
         codes_MC, scales_MS: uint8, the cache; written at the rows that are listed, nowhere else.
-        rows_T: int64 [T], the cache row of each key, all different; -1 for none.
+        rows_T: int64 [T], the cache row of each key; -1 for none. A row that several name holds
+            anything afterwards: those that are read later are named once.
 
     Returns:
         codes_MC, scales_MS themselves.

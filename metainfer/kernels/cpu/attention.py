@@ -93,8 +93,8 @@ def _prefill_run(
     rows, halo = len(q_THD), len(latents_ND) - len(q_THD)
     entries_ED = latents_ND[:0]
     if entries_MD is not None and entry_rows_E is not None:
-        entries_ED = _numbers(entries_MD.index_select(0, entry_rows_E), case.entry_format)
-        entries_ED = entries_ED.to(q_THD.dtype)
+        entries_ED = entries_MD.index_select(0, entry_rows_E)
+        entries_ED = _numbers(entries_ED, case.entry_format, q_THD.dtype)
     gathers, keys = False, len(entries_ED)
     if selected_TK is not None and _gather_is_cheaper(case, selected_TK.shape[1], keys):
         gathers, keys = True, selected_TK.shape[1]
@@ -254,13 +254,15 @@ def _copy_listed(
 
 def _rows_of(cache_ND: torch.Tensor, rows_TK: torch.Tensor, form: str = DENSE) -> torch.Tensor:
     """[T, K, D]: the listed rows of a cache in a format."""
-    listed = _numbers(cache_ND.index_select(0, rows_TK.flatten()), form)
+    listed = cache_ND.index_select(0, rows_TK.flatten())
+    if form != DENSE:
+        listed = row_numbers(form, listed)
     return listed.view(*rows_TK.shape, listed.shape[1])
 
 
-def _numbers(rows_ND: torch.Tensor, form: str) -> torch.Tensor:
+def _numbers(rows_ND: torch.Tensor, form: str, dtype: torch.dtype) -> torch.Tensor:
     """Rows of a cache in a format as numbers."""
-    return rows_ND if form == DENSE else row_numbers(form, rows_ND)
+    return rows_ND.to(dtype) if form == DENSE else row_numbers(form, rows_ND, dtype)
 
 
 def as_on_cpu(case: AttentionCase, target: Target) -> Verdict:

@@ -43,7 +43,7 @@ def write(
 
 
 def read(case: CacheReadCase, cache: torch.Tensor, rows_T: torch.Tensor) -> torch.Tensor:
-    return row_numbers(case.format, cache.index_select(0, rows_T)).to(TORCH_DTYPES[case.dtype])
+    return row_numbers(case.format, cache.index_select(0, rows_T), TORCH_DTYPES[case.dtype])
 
 
 def write_index(

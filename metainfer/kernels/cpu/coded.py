@@ -10,6 +10,7 @@ from types import MappingProxyType
 
 import torch
 
+from metainfer.kernels.cpu.tiles import is_one_tile, row_tiles
 from metainfer.kernels.reference.dequantise import decode_e2m1, scales_to_float
 from metainfer.kernels.reference.formats import decode_e4m3
 from metainfer.ops.formats import FORMATS, INDEX_FORMATS, IndexFormat, RowFormat
@@ -24,9 +25,21 @@ _SCALES: Mapping[str, torch.Tensor] = MappingProxyType(
 )
 
 
-def row_numbers(name: str, bytes_NB: torch.Tensor) -> torch.Tensor:
-    """uint8 [N, row_bytes] of a row format -> fp32 [N, width]."""
-    form = FORMATS[name]
+def row_numbers(
+    name: str, bytes_NB: torch.Tensor, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """uint8 [N, row_bytes] of a row format -> [N, width]."""
+    form, rows = FORMATS[name], len(bytes_NB)
+    if is_one_tile(rows, form.width):
+        return _row_numbers(form, bytes_NB).to(dtype)
+    numbers = torch.empty(rows, form.width, dtype=dtype)
+    for tile in row_tiles(rows, form.width):
+        numbers[tile] = _row_numbers(form, bytes_NB[tile])
+    return numbers
+
+
+def _row_numbers(form: RowFormat, bytes_NB: torch.Tensor) -> torch.Tensor:
+    """fp32 [N, width]."""
     codes = bytes_NB[:, : form.code_bytes]
     scales = bytes_NB[:, form.scales_at : form.scales_at + form.scale_bytes]
     numbers = _scaled(form, codes, scales).view(-1, form.coded)
