@@ -13,10 +13,17 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from metainfer.arch.families import read_arch
 from metainfer.arch.tiny import tiny_arch, tiny_config
 from metainfer.core.errors import MetainferError, UserError
+from metainfer.llm.engine import Engine
+from metainfer.llm.offline import generate
+from metainfer.llm.request import SamplingParams
 from metainfer.models.deepseek_v4 import DeepseekV4
+from metainfer.nn.cache import CacheStorage
 from metainfer.ops.cache_formats import FP32_CACHES, CacheFormats, cache_formats
+from metainfer.plan.ledger import block_bytes, state_bytes
+from metainfer.plan.settings import EngineSettings
 from tests.fakes.random_models import HARD, RandomModel, layers, random_model
 from tests.fakes.steps import Driver, load_model
 
@@ -160,6 +167,51 @@ def test_drafts_that_do_not_hold_leave_no_trace(coded: Coded) -> None:
         driver.reject(sequence, DRAFTS)
     rows = driver.step((sequence, coded.tokens[135:139]), decoding=1)[0]
     assert coded.near(rows, coded.whole[135:139])
+
+
+@pytest.mark.parametrize("keys", ["fp8", "fp4"])
+def test_an_engine_gives_each_request_what_it_gets_alone(
+    tmp_path_factory: pytest.TempPathFactory, keys: str
+) -> None:
+    """Requests have room for their prompts at once, and outgrow it: some are preempted."""
+    config = tiny_config(**layers(0, 4, 128), **WIDTHS)
+    weights = random_model(tmp_path_factory.mktemp("engine") / "model", config, seed=2)
+    settings = EngineSettings(
+        device="cpu",
+        kv_cache_dtype="fp8",
+        index_cache_dtype=keys,
+        max_model_len=256,
+        max_num_seqs=4,
+        max_num_batched_tokens=100,
+        num_blocks_override=5,
+        threads=1,
+    )
+    sampling = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    prompts = [weights.tokens(length, seed=length) for length in (121, 118, 124, 126)]
+    with Engine.load(weights.directory, settings, check_every_step=True) as engine:
+        alone = [generate(engine, [prompt], sampling)[0] for prompt in prompts]
+        assert engine.stats().num_preemptions == 0
+        together = generate(engine, prompts, sampling)
+        assert engine.stats().num_preemptions > 0
+    assert [one.token_ids for one in together] == [one.token_ids for one in alone]
+
+
+@pytest.mark.parametrize("caches", [CacheFormats("v4_fp8", "index_fp8"), FP32_CACHES], ids=str)
+def test_the_ledger_counts_what_is_allocated(caches: CacheFormats) -> None:
+    arch = read_arch("pebble")
+    storage = CacheStorage(
+        arch, num_slots=3, num_blocks=7, formats=caches, draft_rows=2, device="cpu"
+    )
+    counted = state_bytes(arch, 3, caches, 2) + 7 * block_bytes(arch, caches)
+    assert storage.nbytes == counted
+
+
+def test_bytes_of_a_token_are_those_of_the_released_model() -> None:
+    """21 layers keep an entry and an index key for each 4 tokens, 20 an entry for each 128."""
+    flash = read_arch("deepseek-v4-flash")
+    for keys, size in (("index_fp8", 132), ("index_fp4", 68)):
+        token = 21 * (592 + size) / 4 + 20 * 592 / 128
+        assert block_bytes(flash, CacheFormats("v4_fp8", keys)) == 128 * token
 
 
 def test_other_formats_than_the_model_s_are_refused(coded: Coded) -> None:
