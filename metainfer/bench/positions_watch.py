@@ -6,8 +6,9 @@ last one; where a layer computes fewer rows, they are the last ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,8 +22,7 @@ from metainfer.kernels.reference import cache as plain_cache
 from metainfer.kernels.reference import compress as plain_compress
 from metainfer.kernels.reference import index as plain_index
 from metainfer.kernels.reference import rope as plain_rope
-from metainfer.kernels.reference.formats import decode_rows
-from metainfer.kernels.reference.rotation import rotated
+from metainfer.kernels.reference.formats import decode_index, decode_rows, hadamard
 from metainfer.kernels.registry import Kernel
 from metainfer.kernels.verify import exact_products
 from metainfer.nn.rotary import RotaryTable, compressing_table, sliding_table
@@ -32,8 +32,11 @@ from metainfer.ops.compress import CompressCase
 from metainfer.ops.index import IndexCase
 
 CACHED = "entries in the cache"
+KEYS = "index keys in the cache"
 _CODED = 2.0**-4
 """Of the largest number of a row: what rounding to e4m3 may change."""
+_KEY_CODED: Mapping[str, float] = MappingProxyType({"index_fp8": _CODED, "index_fp4": 2.0**-2})
+"""The same by format of index keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +58,14 @@ class _Layer:
     Attributes:
         latents: by position, [K].
         states: by compressor (0: of entries, 1: of index keys) and position, [row width].
-        entries: by window, the entry that the references make of the states.
+        entries: by compressor and window, what the references make of the states.
         chosen: by position, of the indexer in this step.
     """
 
     arch: LayerArch
     latents: dict[int, torch.Tensor] = field(default_factory=dict)
     states: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
-    entries: dict[int, torch.Tensor] = field(default_factory=dict)
+    entries: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     chosen: dict[int, torch.Tensor] = field(default_factory=dict)
     compressed: int = 0  # compressors that ran in this step
 
@@ -209,8 +212,8 @@ class _Watching:
 
     def _rotated(self, kernel: Kernel, x: torch.Tensor, others: list[Any]) -> Any:
         rows = self._rows_of(len(x)) if len(x) <= self._rows else []
-        if kernel.op == "cache.write" and len(x) != self._rows:
-            rows = []  # entries
+        if kernel.op == "cache.write" and others[0] is None:
+            rows = []  # entries, which are normed before
         before = [x[row : row + 1].clone() for _, row in rows]
         result = kernel.run(x, *others)
         tolerance = OPS[kernel.op].tolerance.of(kernel.case.dtype)
@@ -251,10 +254,7 @@ class _Watching:
             position = (window + 1) * case.ratio - 1
             ours = result[window - first : window - first + 1]
             self._near(kernel.op, position, ours, expected, tolerance)
-            if which == 0:
-                if not case.rope_width:
-                    expected = rotated(expected.unsqueeze(1), angles, inverse=False).squeeze(1)
-                layer.entries[window] = expected
+            layer.entries[which, window] = expected
         return result
 
     def _choose(self, kernel: Kernel, arguments: tuple[Any, ...]) -> Any:
@@ -276,7 +276,25 @@ class _Watching:
             found = compare("attention.index_topk", case, call, *both)
             self._found(kernel.op, position, found, tolerance)
             self._layer.chosen[position] = result[at]
+            self._check_key(case, keys, listed, position)
         return result
+
+    def _check_key(self, case: IndexCase, keys: Any, listed: torch.Tensor, position: int) -> None:
+        """The key of the newest entry that a position sees, as its cache row has it."""
+        expected = self._layer.entries.get((1, listed.shape[1] - 1))
+        if expected is None:
+            return
+        row_1 = listed[0, -1:]
+        tolerance = OPS["attention.compress"].tolerance.of(case.dtype)
+        if isinstance(keys, torch.Tensor):
+            kept = keys[row_1]
+            expected = expected.to(kept.dtype)
+            tolerance = max(tolerance, torch.finfo(kept.dtype).eps)
+        else:
+            kept = decode_index(case.key_format, *(part[row_1] for part in keys)).float()
+            expected = hadamard(expected.float())
+            tolerance = max(tolerance, _KEY_CODED[case.key_format])
+        self._near(KEYS, position, kept, expected, tolerance)
 
     def _attend(self, kernel: Kernel, arguments: tuple[Any, ...]) -> Any:
         """attention.sparse_prefill: latents are noted, and rows of sampled positions made again."""
@@ -339,7 +357,7 @@ class _Watching:
     def _check_cached(self, case: AttentionCase, entries: torch.Tensor, position: int) -> None:
         """The newest entry that a position sees, as its cache row has it."""
         window = (position + 1) // case.ratio - 1
-        expected = self._layer.entries.get(window)
+        expected = self._layer.entries.get((0, window))
         if expected is None:
             return
         row_1 = self._entry_rows(case.ratio, window + 1, entries.device)[0, -1:]

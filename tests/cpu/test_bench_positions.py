@@ -15,7 +15,7 @@ import torch
 
 from metainfer.arch.tiny import tiny_config
 from metainfer.bench.positions import Checked, check_positions, sample_positions
-from metainfer.bench.positions_watch import CACHED, PositionsWatch
+from metainfer.bench.positions_watch import CACHED, KEYS, PositionsWatch
 from metainfer.bench.watched import Watched
 from metainfer.core.errors import UserError
 from metainfer.kernels.registry import Backend, Registry
@@ -71,15 +71,17 @@ def test_all_layers_are_held_against_the_references(model: Path) -> None:
     assert max(one.error for one in checked.findings) < 1e-5
 
 
-def test_the_shipped_model_passes() -> None:
+@pytest.mark.parametrize(("latents", "keys"), [(None, None), ("fp8", "fp8"), ("fp8", "fp4")])
+def test_the_shipped_model_passes(latents: str | None, keys: str | None) -> None:
     settings = EngineSettings(
-        device="cpu", threads=1, max_model_len=1280, max_num_seqs=1, max_num_batched_tokens=512
-    )
+        device="cpu", threads=1, max_model_len=1280, max_num_seqs=1, max_num_batched_tokens=512,
+        kv_cache_dtype=latents, index_cache_dtype=keys,
+    )  # fmt: skip
     checked = check(model_dir(None), settings, tokens=1100, count=4)
     assert checked.wrong == ()
-    assert {"attention.index_topk", "attention.sparse_decode"} <= {
-        one.op for one in checked.findings
-    }
+    seen = {one.op for one in checked.findings}
+    assert {"attention.index_topk", "attention.sparse_decode", CACHED, KEYS} <= seen
+    assert ("cache.write" in seen) is (latents is not None)
 
 
 def _entries_of_the_next_block(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +177,8 @@ def test_kernels_that_are_wrong_show(
     op: str, spoil: Callable[[torch.Tensor], object], model: Path
 ) -> None:
     wrong = check(model, under=lambda registry: _spoilt(registry, op, spoil)).wrong
-    assert {one.op for one in wrong} == {op} | ({CACHED} if op == "attention.compress" else set())
+    cached = {CACHED, KEYS} if op == "attention.compress" else set()
+    assert {one.op for one in wrong} == {op} | cached
     assert all(one.error > one.tolerance for one in wrong)
 
 
