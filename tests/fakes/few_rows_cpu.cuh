@@ -50,7 +50,8 @@ static int __clz(int x) { return __builtin_clz(x); }
 static float number_of(uint32 bits, int exponent, int mantissa) {
   const int e = bits >> mantissa & ((1 << exponent) - 1), bias = (1 << (exponent - 1)) - 1;
   const int m = bits & ((1 << mantissa) - 1);
-  const float size = std::ldexp((float)(e ? m + (1 << mantissa) : m), std::max(e, 1) - bias - mantissa);
+  const int whole = e ? m + (1 << mantissa) : m;
+  const float size = std::ldexp((float)whole, std::max(e, 1) - bias - mantissa);
   return bits >> (exponent + mantissa) & 1 ? -size : size;
 }
 
@@ -59,7 +60,7 @@ static void let_next_begin() {}
 static uint64 soon_dropped() { return 0; }
 static uint4 load_once(const uint8* from, uint64) { return *(const uint4*)from; }
 
-// A normal number of fp16 is never an e4m3 code's subnormal one: shift it up.
+// Subnormal numbers of e4m3 are normal ones in fp16.
 static uint32 half_of(uint32 code) {
   const uint32 sign = (code & 0x80) << 8;
   if (!(code & 0x7F)) return sign;
