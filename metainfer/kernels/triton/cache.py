@@ -24,7 +24,7 @@ from metainfer.ops.cache import DENSE, CacheReadCase, CacheWriteCase
 from metainfer.ops.formats import FORMATS
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["rows_ptr"])
 def _write_dense(
     x_ptr,
     weight_ptr,
@@ -56,7 +56,7 @@ def _write_dense(
     tl.store(cache_ptr + place * cache_stride + channel, x, (place >= 0) & (channel < WIDTH))
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["rows_ptr"])
 def _write_codes(
     x_ptr,
     weight_ptr,

@@ -81,7 +81,7 @@ def _coded(
     tl.store(scales_ptr + place * scales_stride + group, scales, ok)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["rows_ptr"])
 def _encode(
     x_ptr,
     weight_ptr,
