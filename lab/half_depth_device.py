@@ -90,7 +90,7 @@ def staged(options: argparse.Namespace, name: str, model: str, more: list[str], 
         "--rounds", "1", "--input-lens", *lens, "--longest-warm-up", "16384",
         "--check-positions", options.check_positions, "--decode-batches", *options.decode_batches,
         "--decode-context", lens[0], "--decode-len", "33", "--max-num-batched-tokens", "8192",
-        "--num-prompts", "0", "--budget", options.budget_s, "--save-result", "--result-dir",
+        "--num-prompts", "0", *graph_sizes(options), "--budget", options.budget_s, "--save-result", "--result-dir",
         str(options.out), "--result-filename", f"{name}.json", *more,
     ]  # fmt: skip
     done = subprocess.run(command, check=False)
@@ -98,6 +98,13 @@ def staged(options: argparse.Namespace, name: str, model: str, more: list[str], 
     record = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
     took_s = time.perf_counter() - began_s
     return {"code": done.returncode, "seconds": took_s, "record": record}
+
+
+def graph_sizes(options: argparse.Namespace) -> list[str]:
+    """Graphs of the batches that are timed alone: start-up captures few."""
+    if options.device != "cuda" or len(options.decode_batches) < 2:
+        return []
+    return ["--cuda-graph-sizes", *options.decode_batches]
 
 
 def told(name: str, part: dict[str, Any]) -> list[str]:

@@ -119,7 +119,7 @@ def measure(
         on_progress: called with (turns taken, turns in all).
         on_step: told in a few words what begins.
 
-    Raises UserError if a side cannot start or ends.
+    Raises UserError if a side ends, or cannot start where no other can.
     """
     engines = load.engines
     with ExitStack() as stack:
@@ -173,6 +173,7 @@ class _Run:
         self._loaded = loaded
         self._on_progress = on_progress
         self._done = 0
+        self._refused: Refused | None = None
         self._works = works_of(load)
         budget_s = load.budget_s
         self._until_s = None if budget_s is None else time.monotonic() + budget_s
@@ -193,6 +194,8 @@ class _Run:
                 turns = [self._alone(number, one) for one in order]
                 whole = all(turns)
             completed += whole
+        if self._refused is not None and not any(side.ready for side in self.sides.values()):
+            raise self._refused
         return completed
 
     def _interleaved(self, number: int, order: Sequence[Contestant]) -> bool:
@@ -204,16 +207,24 @@ class _Run:
         return True
 
     def _alone(self, number: int, one: Contestant) -> bool:
-        """All works by one side in a process of its own, once to warm up and once that counts."""
+        """All works by one side in a process of its own, once to warm up and once that counts. A
+        side that does not start misses them all."""
         if self._is_late():
             return False
         side = self.sides[one.name]
-        with _process(one if side.ready else _first(one)) as process:
-            side.ready = side.ready or process.ready
-            whole = all(
-                self._turn(n, work, one.name, process) for work in self._works for n in (0, number)
-            )
-            side.close(process)
+        try:
+            with _process(one if side.ready else _first(one)) as process:
+                side.ready = side.ready or process.ready
+                whole = all(
+                    self._turn(n, work, one.name, process)
+                    for work in self._works
+                    for n in (0, number)
+                )
+                side.close(process)
+        except Refused as error:
+            self._refused = error
+            side.missing |= {work.name: error.message for work in self._works}
+            return True
         return whole
 
     def _look_at(self, one: Contestant) -> None:

@@ -71,6 +71,11 @@ def run(
         raise UserError(
             "transformers, the peer, is not installed", hint="pip install 'metainfer[bench]'"
         )
+    if find_spec("flash_mla") is None and any(_is_open(text) for text in load.settings):
+        raise UserError(
+            "FlashMLA, whose kernels the setting open runs, is not installed",
+            hint="pip install sgl-flash-mla, where there is a GPU of sm_90",
+        )
     ready = prepared(load, settings, {text: text for text in load.settings})
     contestants = list(ready.contestants)
     if load.against == TRANSFORMERS:
@@ -81,6 +86,12 @@ def run(
     made = record(measured, load, load.model or SHIPPED_MODEL, ready.arch, machine)
     report(terminal, results, made, "bench-stages", text_report, _draw if load.rounds else None)
     return 1 if wrong_positions(made) else 0
+
+
+def _is_open(setting: str) -> bool:
+    from metainfer.bench.stage import OPEN_STAGE
+
+    return setting.partition(",")[0].strip() == OPEN_STAGE
 
 
 def _transformers(ready: Prepared) -> Contestant:

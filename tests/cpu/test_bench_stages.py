@@ -8,6 +8,7 @@ import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -228,6 +229,33 @@ def test_what_fails_is_named_and_the_rest_goes_on(scripted: list[tuple[str, str]
     picture = ET.fromstring(draw_stages(made))
     ids = {element.get("id", "") for element in picture.iter()}
     assert {"input-0", "input-1", "tpot-0-0", "device_peak_bytes-1"} <= ids
+
+
+def test_a_side_that_does_not_start_misses_all_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    refusing = {"generic"}
+
+    @contextmanager
+    def process(one: Contestant) -> Iterator[Scripted]:
+        if one.name in refusing:
+            raise Refused(f"{one.name}: nothing runs it")
+        yield Scripted(one.name, 0.001, [])
+
+    monkeypatch.setattr(stages, "_process", process)
+    monkeypatch.setattr(stages, "REST_S", 0.0)
+    load = replace(LOAD, engines="in-turns", rounds=1, requests=0)
+    made = record(run(load), load, "tiny", ARCH, MACHINE)
+    assert set(made["sides"]["generic"]["missing"]) == {"prefill 32", "decode batch 4"}
+    assert all(set(work["sides"]) == {"tuned"} for work in made["works"])
+    assert "generic, prefill 32: generic: nothing runs it" in text_report(made)
+    refusing.add("tuned")
+    with pytest.raises(UserError, match="tuned: nothing runs it"):
+        run(load)
+
+
+@pytest.mark.skipif(find_spec("flash_mla") is not None, reason="FlashMLA is installed")
+def test_the_setting_open_needs_what_it_runs() -> None:
+    ran = metainfer("bench", "stages", "--settings", "tuned", "open,--threads=1")
+    assert (ran.code, "FlashMLA" in ran.err) == (2, True)
 
 
 def test_no_round_begins_behind_the_budget(scripted: list[tuple[str, str]]) -> None:

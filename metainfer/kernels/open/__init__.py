@@ -2,7 +2,8 @@
 
 They run only where a kernel order names them: they are what the setting *open* of `bench stages`
 measures ours against. Where the project is not installed, or has no kernel for a case, they say so.
-Products that cuBLAS has are not here: `torch_products` binds those by default.
+Products that cuBLAS has are not here: `torch_products` binds those by default. Nor are torch's
+grouped products, which take experts in bf16, four times their memory: `composed` has them.
 """
 
 from collections.abc import Mapping
