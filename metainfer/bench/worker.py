@@ -20,6 +20,8 @@ from typing import Any
 from metainfer.bench.contender import ENGINE, Contender
 from metainfer.bench.traffic import Arrival
 from metainfer.core.errors import MetainferError, UserError
+from metainfer.hardware.facts import Unknown
+from metainfer.hardware.nvml import Nvml, NvmlCard
 
 
 def main() -> None:
@@ -101,24 +103,25 @@ class _Card:
     def __init__(self) -> None:
         import torch
 
-        self._nvml = None
+        self._card: NvmlCard | None = None
         if torch.cuda.is_available() and torch.cuda.is_initialized():
-            from metainfer.bench.nvml import Nvml
-
-            self._nvml = Nvml.open(f"GPU-{torch.cuda.get_device_properties().uuid}")
+            nvml = Nvml.open()
+            if not isinstance(nvml, Unknown):
+                self._card = nvml.card(f"GPU-{torch.cuda.get_device_properties().uuid}")
 
     def measured(
         self, work: Callable[..., dict[str, Any]], contender: Contender, command: Mapping[str, Any]
     ) -> dict[str, Any]:
         """What the work says, and what the card took and how fast its clocks were at the end."""
-        if self._nvml is None:
+        if self._card is None:
             return work(contender, command)
-        before_j = self._nvml.energy_j()
+        before_j = self._card.energy_j()
         said = work(contender, command)
-        clocks, after_j = self._nvml.clocks(), self._nvml.energy_j()
-        if before_j is not None and after_j is not None:
+        clocks, after_j = self._card.clocks(), self._card.energy_j()
+        if not isinstance(before_j, Unknown) and not isinstance(after_j, Unknown):
             said["joules"] = after_j - before_j
-        return {**said, "clocks": clocks}
+        now = {"sm_mhz": clocks.sm_mhz, "memory_mhz": clocks.memory_mhz}
+        return {**said, "clocks": {k: v for k, v in now.items() if not isinstance(v, Unknown)}}
 
 
 def peak_memory_bytes() -> int:

@@ -1,12 +1,13 @@
 """The one file that reads the process environment, and the table of every variable.
 
-Flags win over variables. Variables of other programs (NCCL_*, OMP_*) are not read here, but for
-`bound_spinning`.
+Flags win over variables. Variables of other programs (NCCL_*, OMP_*) steer nothing here; they are
+recorded, since they steer libraries, and `bound_spinning` looks at two.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -38,6 +39,8 @@ VARIABLES: tuple[Variable, ...] = (
     ),
 )
 
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD")
+
 SECRETS = frozenset({"METAINFER_API_KEY"})
 """Variables whose values are never printed."""
 
@@ -46,6 +49,15 @@ def read_environment() -> Mapping[str, str]:
     """The variables of the table that are set and not empty."""
     names = (variable.name for variable in VARIABLES)
     return {name: value for name in names if (value := os.environ.get(name))}
+
+
+def inherited(prefixes: tuple[str, ...]) -> dict[str, str]:
+    """Variables of other programs whose names begin so, sorted; values of keys are left out."""
+    return {
+        name: "(not shown)" if _SECRET.search(name) else os.environ[name]
+        for name in sorted(os.environ)
+        if name.startswith(prefixes)
+    }
 
 
 def bound_spinning() -> None:

@@ -78,7 +78,8 @@ class Host:
         memory_bytes_per_s: nominal, of all channels.
         iommu: "off", "passthrough" or "translating".
         hmm: whether the driver shares page tables with the system.
-        kernel_parameters: the system was started with.
+        kernel_parameters: of those the system was started with, the ones that bear on devices and
+            memory.
         relaxed_p2p: the driver was told to allow peer access that it does not offer by itself.
     """
 

@@ -15,7 +15,7 @@ from metainfer.hardware import gpus as gpus_module
 from metainfer.hardware import host
 from metainfer.hardware.cgroup import Grant, read_grant
 from metainfer.hardware.curves import Curve, Rate
-from metainfer.hardware.gpus import parse_listing, read_gpus
+from metainfer.hardware.gpus import parse_listing, read_listing
 from metainfer.hardware.host import read_cpu, read_memory
 from metainfer.hardware.machine import Gpu, Machine, Source, Unknown
 from metainfer.hardware.pcie import Bridge, PcieLink, Peer
@@ -205,7 +205,10 @@ def test_the_driver_s_listing():
 
 @pytest.mark.parametrize(
     ("script", "why"),
-    [("echo no devices; exit 9", "code 9 and said: no devices"), (None, "not installed")],
+    [
+        ("echo no devices; exit 9", "code 9 and said: no devices"),
+        (None, "nor nvidia-smi is installed"),
+    ],
 )
 def test_a_driver_that_does_not_answer_is_unknown(tmp_path, monkeypatch, script, why):
     path = None
@@ -214,7 +217,7 @@ def test_a_driver_that_does_not_answer_is_unknown(tmp_path, monkeypatch, script,
         path.write_text(f"#!/bin/sh\n{script}\n")
         path.chmod(0o755)
     monkeypatch.setattr(gpus_module.shutil, "which", lambda _: path and str(path))
-    gpus, driver = read_gpus()
+    gpus, driver = read_listing()
     assert isinstance(gpus, Unknown) and isinstance(driver, Unknown) and why in gpus.why
 
 
