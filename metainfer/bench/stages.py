@@ -212,6 +212,8 @@ class _Run:
         if self._is_late():
             return False
         side = self.sides[one.name]
+        if all(work.name in side.missing for work in self._works):
+            return True
         try:
             with _process(one if side.ready else _first(one)) as process:
                 side.ready = side.ready or process.ready
