@@ -20,7 +20,9 @@ from metainfer.kernels.native import native_backends
 from metainfer.kernels.native.backend import FEW_ROWS, MOST_ELEMENTS
 from metainfer.kernels.native.library import Library, load_library
 from metainfer.kernels.reference import BACKENDS as REFERENCE_BACKENDS
+from metainfer.kernels.reference.formats import decode_rows
 from metainfer.kernels.registry import Registry
+from metainfer.ops.attention import AttentionCase
 from metainfer.ops.base import Target
 from metainfer.ops.catalogue import OPS
 from metainfer.ops.hc import HyperCase
@@ -217,3 +219,24 @@ def test_experts_kept_in_parts_are_added_up() -> None:
     reference = builtin_registry().bind("moe.experts", replace(case), CPU, "*=reference")
     theirs = reference.run(reference.prepare(*weights), *inputs)
     torch.testing.assert_close(native.run(case, prepared, *inputs), theirs, rtol=1e-4, atol=1e-2)
+
+
+@needs_compiler
+def test_every_code_at_every_scale_is_read_exactly() -> None:
+    """A row that sees one key gives that key: the sinks weigh nothing. Scales from the smallest on,
+    up to where codes are no longer finite."""
+    case = AttentionCase(1, 512, 1, window_format="v4_fp8")
+    codes = torch.arange(256).to(torch.uint8)
+    codes = codes[(codes & 127) != 127]
+    kernel = builtin_registry().backends("attention.sparse_decode")["native"]
+    assert kernel.eligible(case, CPU)
+    for first in range(0, 240, FEW_ROWS):
+        ring = torch.zeros(FEW_ROWS, 592, dtype=torch.uint8)
+        ring[:, :448] = codes[torch.arange(448) % len(codes)]
+        ring[:, 448:576] = torch.randn(FEW_ROWS, 64).bfloat16().view(torch.uint8)
+        ring[:, 576:583] = torch.arange(first, first + FEW_ROWS).to(torch.uint8).unsqueeze(1)
+        q_THD = torch.zeros(FEW_ROWS, 1, 512)
+        rows_TW = torch.arange(FEW_ROWS).unsqueeze(1)
+        float_case = replace(case, dtype="float32")
+        out_THD = kernel.run(float_case, q_THD, ring, rows_TW, torch.full((1,), -torch.inf))
+        assert torch.equal(out_THD.squeeze(1), decode_rows("v4_fp8", ring))

@@ -10,6 +10,9 @@ from metainfer.kernels.native.library import Library
 from metainfer.kernels.registry import Backend, Verdict, no
 from metainfer.ops.attention import DENSE, AttentionCase
 from metainfer.ops.base import Target
+from metainfer.ops.formats import V4_FP8
+
+_CODED_ROWS = 2  # V4_FP8 of the C code
 
 
 def sparse_decode(
@@ -38,11 +41,11 @@ def sparse_decode(
             q_THD.data_ptr(),
             is_bf16(q_THD),
             ring_ND.data_ptr(),
-            is_bf16(ring_ND),
+            _form(ring_ND),
             window_rows_TW.data_ptr(),
             window_rows_TW.shape[1],
             entries_MD.data_ptr(),
-            is_bf16(entries_MD),
+            _form(entries_MD),
             entry_rows_TK.data_ptr(),
             entry_rows_TK.shape[1],
             sink_H.data_ptr(),
@@ -52,10 +55,15 @@ def sparse_decode(
     return out_THD
 
 
+def _form(cache: torch.Tensor) -> int:
+    """How the C code calls the form of rows."""
+    return _CODED_ROWS if cache.dtype is torch.uint8 else is_bf16(cache)
+
+
 def _eligible(case: AttentionCase, target: Target) -> Verdict:
-    formats = {case.window_format, case.entry_format}
-    if formats != {DENSE}:
-        return no(f"reads dense caches alone, not {', '.join(sorted(formats - {DENSE}))}")
+    others = {case.window_format, case.entry_format} - {DENSE, V4_FP8.name}
+    if others:
+        return no(f"reads caches that are dense or {V4_FP8.name}, not {', '.join(sorted(others))}")
     if case.scale is not None:
         return no(f"scales by width^-0.5 alone, not by {case.scale:.4g}")
     return torch_attention.as_on_cpu(case, target)
