@@ -28,9 +28,15 @@ PROMPTS = (1, 3, 126, 127, 255, 380, 600, 130, 510)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=3)
 
 
-@pytest.fixture(scope="module")
-def loaded() -> Loaded:
-    return load_pebble(Target("cuda", torch.cuda.get_device_capability()))
+@pytest.fixture(
+    scope="module",
+    params=[("bfloat16", "bfloat16"), ("fp8", "fp8"), ("fp8", "fp4")],
+    ids=lambda formats: "latents {}, index keys {}".format(*formats),
+)
+def loaded(request: pytest.FixtureRequest) -> Loaded:
+    latents, keys = request.param
+    target = Target("cuda", torch.cuda.get_device_capability())
+    return load_pebble(target, kv_cache_dtype=latents, index_cache_dtype=keys)
 
 
 @pytest.fixture(scope="module")
