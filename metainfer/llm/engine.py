@@ -10,11 +10,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -31,7 +30,6 @@ from metainfer.hardware.machine import Machine
 from metainfer.hardware.probe import probe
 from metainfer.kernels.builtin import builtin_registry
 from metainfer.kernels.gpu.compilations import Compilations
-from metainfer.kernels.gpu.current import use_device
 from metainfer.kernels.registry import Kernel, Registry
 from metainfer.llm.admission import Limits
 from metainfer.llm.client import EngineStats
@@ -42,6 +40,7 @@ from metainfer.llm.request import Request
 from metainfer.llm.runner import FixedShapes, Runner
 from metainfer.llm.sample import Sampler
 from metainfer.llm.scheduler import Scheduler
+from metainfer.llm.threads import in_a_thread, settle_thread
 from metainfer.llm.warmup import warm_up
 from metainfer.models.deepseek_v4 import DeepseekV4
 from metainfer.nn.cache import CacheStorage
@@ -58,7 +57,6 @@ if TYPE_CHECKING:
     from metainfer.kernels.triton.launch import Launcher
 
 _log = logging.getLogger(__name__)
-_Made = TypeVar("_Made")
 
 
 class Engine:
@@ -131,7 +129,7 @@ class Engine:
     def start(cls, loaded: LoadedModel, *, check_every_step: bool = False) -> Engine:
         """Warm a model up and serve it. Raises what the model raises."""
         plan, runner, compilations = loaded.plan, loaded.runner, loaded.compilations
-        _in_a_thread(plan, lambda: warm_up(runner, plan))
+        in_a_thread(plan, lambda: warm_up(runner, plan))
         compilations.begin_service()
         ready_s = time.perf_counter() - loaded.began_s
         _log.info("%s is ready after %s", loaded.arch.name, format_seconds(ready_s))
@@ -182,7 +180,7 @@ class Engine:
         self.close()
 
     def _run(self) -> None:
-        _settle_thread(self.plan)
+        settle_thread(self.plan)
         self._loop.run()
 
 
@@ -231,14 +229,14 @@ def load_model(
     plan = build_plan(machine, arch, settings, capabilities, proof)
     if on_plan is not None:
         on_plan(machine, plan)
-    _settle_thread(plan)
+    settle_thread(plan)
     if gpu_number(plan.device.value):
         registry = builtin_registry(_launcher(compilations))  # whose numbers are that GPU's
     bound = registry if watched is None else watched(registry)
     with _open_weights(directory, arch, settings, plan, on_progress) as checkpoint:
         if checkpoint.unused:
             _log.info("%d tensors of drafting blocks are not used", len(checkpoint.unused))
-        kernels, runner = _in_a_thread(
+        kernels, runner = in_a_thread(
             plan, lambda: _make_runner(arch, plan, checkpoint, bound, capabilities.target)
         )
     return LoadedModel(machine, arch, plan, kernels, runner, compilations, began_s)
@@ -286,35 +284,6 @@ def checkpoint_directory(path: str | Path) -> Path:
     raise UserError(
         f"there is no checkpoint directory at '{path}'", hint="give the directory of a checkpoint"
     )
-
-
-def _settle_thread(plan: Plan) -> None:
-    """What the calling thread must know: which GPU is its own, and how many threads compute with
-    it. torch counts them per process, OpenMP per calling thread: both are told."""
-    use_device(plan.device.value)
-    if plan.threads.value:
-        torch.set_num_threads(plan.threads.value)
-
-
-def _in_a_thread(plan: Plan, work: Callable[[], _Made]) -> _Made:
-    """What `work` returns or raises, done in a thread that ends, on the device of `plan`.
-
-    OpenMP keeps workers for every thread that ever computed. Where they are more than the cores,
-    none of them waits actively, and steps of the engine's own thread take up to twice as long.
-    """
-    done: Future[_Made] = Future()
-
-    def run() -> None:
-        try:
-            _settle_thread(plan)
-            done.set_result(work())
-        except BaseException as error:
-            done.set_exception(error)
-
-    thread = threading.Thread(target=run, name="load", daemon=True)
-    thread.start()
-    thread.join()  # Ctrl-C ends the wait; the thread ends with the process
-    return done.result()
 
 
 def _launcher(compilations: Compilations) -> Launcher | None:

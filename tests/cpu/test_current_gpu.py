@@ -12,7 +12,7 @@ from metainfer.arch.tiny import tiny_config
 from metainfer.core.errors import UserError
 from metainfer.kernels import platform as platforms
 from metainfer.kernels.gpu.current import use_device
-from metainfer.llm import engine
+from metainfer.llm import threads
 from metainfer.llm.engine import Engine
 from metainfer.plan.settings import EngineSettings
 from tests.fakes.random_models import random_model
@@ -45,13 +45,12 @@ def test_every_thread_of_an_engine_is_told(tmp_path: Path, monkeypatch: pytest.M
         if thread.name == "engine":
             began.set()
 
-    monkeypatch.setattr(engine, "use_device", note)
+    monkeypatch.setattr(threads, "use_device", note)
     model = random_model(tmp_path / "model", tiny_config())
     settings = EngineSettings(device="cpu", threads=1, max_model_len=256, max_num_seqs=2)
     with Engine.load(model.directory, settings):
         assert began.wait(10)
-    threads = [thread for thread, _ in told]
-    assert threads == ["main", "load", "load", "engine"]
+    assert [thread for thread, _ in told] == ["main", "load", "load", "engine"]
     assert {name for _, name in told} == {"cpu"}
 
 
