@@ -7,7 +7,6 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -26,11 +25,11 @@ from metainfer.core.errors import MetainferError, UserError
 from metainfer.core.events import EngineEvent, FinishEvent, FinishReason, TokenEvent, Usage
 from metainfer.hardware.machine import Gpu, Machine, Unknown
 from metainfer.kernels.builtin import builtin_registry
-from metainfer.kernels.gpu.current import use_device
 from metainfer.kernels.open import PROJECTS
 from metainfer.llm.engine import Engine, LoadedModel, load_model
 from metainfer.llm.offline import Result, generate
 from metainfer.llm.request import Request, SamplingParams
+from metainfer.llm.threads import in_a_thread
 from metainfer.ops.kernel_order import OPEN
 from metainfer.plan.build import build_plan, choose_target
 from metainfer.plan.settings import EngineSettings
@@ -236,9 +235,7 @@ def load_checked(
     """A model in memory, and what is found at positions of a prompt (`bench.positions`)."""
     watch = PositionsWatch()
     loaded = load_model(model, settings, watched=lambda found: Watched(found, watch))
-    # In a thread that ends, as OpenMP wants it (`llm.engine`).
-    with ThreadPoolExecutor(1, "", use_device, (loaded.plan.device.value,)) as pool:
-        found = pool.submit(check_positions, loaded, watch, tokens, count, seed).result()
+    found = in_a_thread(loaded.plan, lambda: check_positions(loaded, watch, tokens, count, seed))
     if loaded.plan.device.value != "cpu":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
