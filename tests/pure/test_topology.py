@@ -1,0 +1,93 @@
+"""Ways between GPUs, shared links, islands, fingerprints."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from metainfer.hardware.facts import Unknown
+from metainfer.hardware.machine import Clocks, Gpu
+from metainfer.hardware.pcie import Bridge, PcieLink, Peer
+from metainfer.hardware.topology import (
+    fingerprint,
+    islands,
+    p2p_everywhere,
+    shared_uplinks,
+    slowest_way,
+    way,
+)
+from tests.fakes.machines import GIB, make_machine
+
+GEN5 = PcieLink(5, 16, 5, 16)
+CARD = Gpu("a card", (12, 0), 96 * GIB, 95 * GIB, link=GEN5)
+
+
+def two_sockets():
+    """Two switches of two cards each at two roots of socket 0, one card at a root of socket 1."""
+    bridges = (
+        Bridge("root a", "root", None, 0),
+        Bridge("switch a", "switch", "root a", 0, GEN5),
+        Bridge("root b", "root", None, 0),
+        Bridge("switch b", "switch", "root b", 0, GEN5),
+        Bridge("root c", "root", None, 1),
+    )
+    parents = ("switch a", "switch a", "switch b", "switch b", "root c")
+    gpus = tuple(
+        replace(CARD, parent=parent, numa_node=int(parent == "root c")) for parent in parents
+    )
+    return replace(make_machine(gpus=gpus), bridges=bridges)
+
+
+def test_ways_have_the_kinds_that_the_driver_s_tool_tells():
+    machine = two_sockets()
+    assert [way(machine, 0, other).kind for other in (1, 2, 4)] == ["PIX", "NODE", "SYS"]
+    assert way(machine, 0, 1).links == ("gpu 0", "gpu 1") and way(machine, 0, 1).meets == "switch a"
+    assert way(machine, 0, 2).links == (
+        "gpu 0", "switch a", "root a", "root b", "switch b", "gpu 2",
+    )  # fmt: skip
+
+
+def test_links_that_cards_share_divide_what_they_get():
+    machine = two_sockets()
+    assert shared_uplinks(machine) == {"switch a": (0, 1), "switch b": (2, 3)}
+    one = GEN5.bytes_per_s()
+    assert slowest_way(machine, (0, 1)) == pytest.approx(one)
+    assert slowest_way(machine, (0, 1, 2, 3)) == pytest.approx(one / 2)
+    assert slowest_way(machine, (0, 2, 4)) == pytest.approx(one)
+    assert islands(machine) == ((0, 1, 2, 3), (4,))
+
+
+def test_what_is_not_known_stays_so():
+    machine = make_machine(gpus=(CARD, CARD))
+    assert isinstance(way(machine, 0, 1), Unknown) and isinstance(islands(machine), Unknown)
+    assert isinstance(slowest_way(machine, (0, 1)), Unknown)
+    assert isinstance(way(make_machine(), 0, 1), Unknown)
+    circle = replace(two_sockets(), bridges=(Bridge("switch a", "switch", "switch a"),))
+    assert isinstance(way(circle, 0, 1), Unknown)
+
+
+def test_p2p_everywhere():
+    machine = two_sockets()
+    assert isinstance(p2p_everywhere(machine), Unknown)
+    assert p2p_everywhere(replace(machine, peers=(Peer(0, 1, True),))) is True
+    mixed = (Peer(0, 1, Unknown("no")), Peer(1, 0, False, "not supported"))
+    assert p2p_everywhere(replace(machine, peers=mixed)) is False
+    assert p2p_everywhere(replace(machine, peers=mixed[:1])) == Unknown("no")
+
+
+def test_a_fingerprint_changes_with_the_machine_and_not_with_its_load():
+    machine = two_sockets()
+    busy = replace(CARD, free_bytes=1, clocks=Clocks(2400, 1000), utilisation=1.0)
+    idle_link = replace(GEN5, generation=1)
+
+    def changed(**what):
+        first = replace(machine.gpus[0], **what)
+        return replace(machine, gpus=(first, *machine.gpus[1:]))
+
+    mine = fingerprint(machine)
+    assert fingerprint(changed(free_bytes=busy.free_bytes, clocks=busy.clocks)) == mine
+    assert fingerprint(changed(link=idle_link)) == mine
+    assert fingerprint(changed(link=replace(GEN5, width=8))) != mine
+    assert fingerprint(changed(parent="switch b")) != mine
+    assert fingerprint(replace(machine, driver="580.1")) != mine
