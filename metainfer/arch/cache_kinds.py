@@ -81,3 +81,12 @@ def cache_kinds(arch: Arch, draft_rows: int = 0) -> tuple[CacheKind, ...]:
         else:
             kinds.append(ring(Kind.COMPRESSOR, layer.ratio, 2 * arch.head_dim, True))
     return tuple(kinds)
+
+
+def spans(arch: Arch) -> dict[int, int]:
+    """Tokens that an entry mixes, by ratio; the compressors' rings hold as many."""
+    return {
+        layer.ratio: layer.ratio * (1 + (layer.kind is LayerKind.COMPRESSED_SPARSE))
+        for layer in arch.layers
+        if layer.ratio
+    }

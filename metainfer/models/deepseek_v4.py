@@ -106,7 +106,7 @@ class DeepseekV4:
         self._layers = [DecoderLayer(build, layer) for layer in arch.layers]
         self._collapse = HyperHead(build, "hc_head", "norm")
         self._head = dense_fp32(build, ["head.weight"])
-        self._indexer = StepIndexer(arch, draft_rows, device)
+        self._indexer = StepIndexer(build, draft_rows)
         self.weights_nbytes = build.weights_nbytes
         self.kernels = tuple(build.kernels)
 

@@ -30,6 +30,11 @@ class RotaryTable:
         rows = min(max_positions, TABLE_ROWS)
         self._table_NR2 = self._compute(torch.arange(rows, device=device))
 
+    @property
+    def parts(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The table and the frequencies, as `step.index_decode` takes them."""
+        return self._table_NR2, self._frequency_R
+
     def rows(self, positions_T: torch.Tensor, end: int) -> torch.Tensor:
         """fp32 [T, R / 2, 2] at `positions_T` (int64), all of which are below `end`."""
         if end <= len(self._table_NR2):

@@ -14,10 +14,13 @@ from itertools import pairwise
 
 import torch
 
-from metainfer.arch.cache_kinds import BLOCK_TOKENS
-from metainfer.arch.record import Arch, LayerKind
+from metainfer.arch.cache_kinds import BLOCK_TOKENS, spans
+from metainfer.nn.builder import LayerBuilder
 from metainfer.nn.inputs import DecodeInputs, StepInputs
 from metainfer.nn.rotary import compressing_table, sliding_table
+from metainfer.ops.step import StepIndexCase, Windows
+
+_NUMBERS = 6  # results of `step.index_decode` for each ratio
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,16 +151,13 @@ class StepIndexer:
     `index` makes lists as short as the step allows; `index_decode` reads nothing on the host.
     """
 
-    def __init__(self, arch: Arch, draft_rows: int, device: torch.device) -> None:
+    def __init__(self, build: LayerBuilder, draft_rows: int) -> None:
+        arch, device = build.arch, build.device
         self._device = device
         self._window = arch.sliding_window
         self._window_ring = arch.sliding_window + draft_rows
         # Tokens that one entry mixes, by ratio; the compressor's rings hold as many.
-        self._spans = {
-            layer.ratio: layer.ratio * (1 + (layer.kind is LayerKind.COMPRESSED_SPARSE))
-            for layer in arch.layers
-            if layer.ratio
-        }
+        self._spans = spans(arch)
         self._draft_rows = draft_rows
         self._sliding = sliding_table(arch, device)
         self._compressing = compressing_table(arch, device)
@@ -168,6 +168,9 @@ class StepIndexer:
         self._back_S = {
             ratio: torch.arange(1 - span, 1, device=device) for ratio, span in self._spans.items()
         }
+        windows = tuple(Windows(ratio, span) for ratio, span in self._spans.items())
+        case = StepIndexCase(arch.sliding_window, windows, arch.rope_head_dim, BLOCK_TOKENS)
+        self._index_rows = build.kernel("step.index_decode", case)
 
     def index(self, inputs: StepInputs) -> StepIndex:
         starts = inputs.row_starts
@@ -273,60 +276,38 @@ class StepIndexer:
 
     def index_decode(self, inputs: DecodeInputs, spare_block: int) -> StepIndex:
         """The index of decode rows in shapes that depend on those of `inputs` alone."""
-        positions_T1, slots_T1 = inputs.positions_T.unsqueeze(1), inputs.slots_T.unsqueeze(1)
-        tables_TM = inputs.tables_NM.index_select(0, inputs.slots_T)
-        end = tables_TM.shape[1] * BLOCK_TOKENS
-        angles_T = inputs.positions_T.clamp(min=0)
-        ring = self._window_ring
-        ring_rows_T = (slots_T1 * ring + positions_T1 % ring).squeeze(1)
+        sliding_TR2, compressing_TR2, ring_rows_T, window_rows_TW, *of_ratios = self._index_rows(
+            inputs.positions_T,
+            inputs.slots_T,
+            inputs.tables_NM,
+            spare_block,
+            self._draft_rows,
+            self._sliding.parts,
+            self._compressing.parts,
+        )
+        phase_T: dict[int, torch.Tensor] = {}
+        windows: dict[int, DecodeWindows] = {}
+        for place, ratio in enumerate(self._spans):
+            phase_T[ratio], rows_T, closing_TS, target_T, rotation_TR2, entry_rows_TE = of_ratios[
+                place * _NUMBERS : (place + 1) * _NUMBERS
+            ]
+            windows[ratio] = DecodeWindows(
+                ring_rows_T=rows_T,
+                closing_CS=closing_TS,
+                target_rows_C=target_T,
+                rotation_CR2=rotation_TR2,
+                num_entries=entry_rows_TE.shape[1] - 1,
+                entry_rows_TE=entry_rows_TE,
+            )
         return StepIndex(
             token_ids_T=inputs.token_ids_T,
-            sliding_TR2=self._sliding.rows(angles_T, end),
-            compressing_TR2=self._compressing.rows(angles_T, end),
+            sliding_TR2=sliding_TR2,
+            compressing_TR2=compressing_TR2,
             ring_rows_T=ring_rows_T,
-            phase_T={ratio: inputs.positions_T % ratio for ratio in self._spans},
-            decode=DecodeIndex(
-                num_rows=len(positions_T1),
-                ring_rows_T=ring_rows_T,
-                window_rows_TW=_ring_rows(slots_T1, positions_T1 + self._back_W, ring),
-                windows={
-                    ratio: self._fixed_windows(
-                        positions_T1, slots_T1, tables_TM, ratio, spare_block
-                    )
-                    for ratio in self._spans
-                },
-            ),
+            phase_T=phase_T,
+            decode=DecodeIndex(len(ring_rows_T), ring_rows_T, window_rows_TW, windows),
             prefills=(),
-            padding_T1=positions_T1 < 0 if inputs.may_pad else None,
-        )
-
-    def _fixed_windows(
-        self,
-        positions_T1: torch.Tensor,
-        slots_T1: torch.Tensor,
-        tables_TM: torch.Tensor,
-        ratio: int,
-        spare_block: int,
-    ) -> DecodeWindows:
-        ring = self._spans[ratio] + self._draft_rows
-        per_block = BLOCK_TOKENS // ratio
-        num_entries = tables_TM.shape[1] * per_block
-        seen_T1 = (positions_T1 + 1) // ratio
-        is_open_T1 = (seen_T1 * ratio != positions_T1 + 1).logical_or_(positions_T1 < 0)
-        closing_TS = _ring_rows(slots_T1, positions_T1 + self._back_S[ratio], ring)
-        window_T1 = positions_T1.clamp(min=0) // ratio
-        target_T1 = tables_TM.gather(1, window_T1 // per_block) * per_block + window_T1 % per_block
-        entry_rows_TE = self._entry_rows(tables_TM, ratio, num_entries)
-        entry_E = torch.arange(num_entries + 1, device=self._device)
-        return DecodeWindows(
-            ring_rows_T=(slots_T1 * ring + positions_T1 % ring).squeeze(1),
-            closing_CS=closing_TS.masked_fill_(is_open_T1, -1),
-            target_rows_C=target_T1.masked_fill_(is_open_T1, spare_block * per_block).squeeze(1),
-            rotation_CR2=self._compressing.rows(
-                (window_T1 * ratio).squeeze(1), tables_TM.shape[1] * BLOCK_TOKENS
-            ),
-            num_entries=num_entries,
-            entry_rows_TE=entry_rows_TE.masked_fill_(entry_E >= seen_T1, -1),
+            padding_T1=inputs.positions_T.unsqueeze(1) < 0 if inputs.may_pad else None,
         )
 
     def _prefill(self, inputs: StepInputs, sequence: int, end: int) -> PrefillIndex:

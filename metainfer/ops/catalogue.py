@@ -18,6 +18,7 @@ from metainfer.ops import (
     quantise,
     rope,
     sample,
+    step,
 )
 from metainfer.ops.base import Op
 
@@ -37,6 +38,7 @@ OPS: Mapping[str, Op] = MappingProxyType(
             cache,
             moe,
             sample,
+            step,
         )
         for op in module.OPS
     }

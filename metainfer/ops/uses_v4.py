@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from metainfer.arch.cache_kinds import BLOCK_TOKENS, spans
 from metainfer.arch.record import Arch, LayerArch, LayerKind, Quantisation, RouterKind, WeightFormat
 from metainfer.arch.split import check_split
 from metainfer.core.dtypes import DType
@@ -37,6 +38,7 @@ from metainfer.ops.moe import (
 from metainfer.ops.norm import RmsNormCase, RmsNormFp8Case
 from metainfer.ops.quantise import QuantiseFp8Case
 from metainfer.ops.rope import NormRotateCase, RotateCase
+from metainfer.ops.step import StepIndexCase, Windows
 from metainfer.ops.use import DECODE, PREFILL, Use, Uses
 
 ACTIVATIONS = ("plain", "fp8")
@@ -66,6 +68,7 @@ def served_uses(
     for layer in arch.layers:
         listing.layer(layer)
     listing.head()
+    listing.index()
     return listing.uses.all()
 
 
@@ -115,6 +118,13 @@ class _Listing:
         self.uses.add("hc.head", self._streams)
         self._norm(arch.hidden_size)
         self._dense_fp32(arch.vocab_size // self._ranks)
+
+    def index(self) -> None:
+        """What `nn.step_index` computes once a step."""
+        arch = self._arch
+        windows = tuple(Windows(ratio, span) for ratio, span in spans(arch).items())
+        case = StepIndexCase(arch.sliding_window, windows, arch.rope_head_dim, BLOCK_TOKENS)
+        self.uses.add("step.index_decode", case, (DECODE,))
 
     def _sublayer(self) -> None:
         self.uses.add("hc.mix", self._streams)

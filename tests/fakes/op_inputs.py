@@ -23,6 +23,7 @@ from metainfer.kernels.inputs import (
     quantise,
     rope,
     sample,
+    step,
 )
 from metainfer.kernels.inputs.base import Call, Draw
 
@@ -265,6 +266,14 @@ VARIANTS: Mapping[str, Mapping[str, Maker]] = {
         "many": partial(sample.logprobs, rows=3, top=20),
         "ties": partial(sample.logprobs, rows=3, top=20, kind="ties"),
         "equal": partial(sample.logprobs, rows=2, kind="equal"),
+    },
+    "step.index_decode": {
+        **_rows(step.index_decode, 0, 1, 7),
+        "padding": partial(step.index_decode, rows=6, padding=3),
+        "one block": partial(step.index_decode, rows=20, blocks=1),
+        "rings with drafts": partial(step.index_decode, rows=9, drafts=3),
+        "beyond the table": partial(step.index_decode, rows=5, table=20),
+        "many blocks": partial(step.index_decode, rows=2, blocks=300, table=3000),
     },
 }
 

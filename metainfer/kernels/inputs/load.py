@@ -18,6 +18,7 @@ from metainfer.kernels.inputs import (
     quantise,
     rope,
     sample,
+    step,
 )
 from metainfer.kernels.inputs.base import Call, Draw
 from metainfer.ops.base import Load
@@ -70,6 +71,7 @@ LOADED: Mapping[str, Loaded] = MappingProxyType(
         "sample.adjust": sample.adjust_at_load,
         "sample.draw": _by_rows(sample.draw_tokens),
         "sample.logprobs": sample.logprobs_at_load,
+        "step.index_decode": step.index_decode_at_load,
     }
 )
 """By op: (case, draw, load) -> call."""

@@ -12,6 +12,7 @@ from metainfer.kernels.reference import (
     quantise,
     rope,
     sample,
+    step,
 )
 from metainfer.kernels.registry import Backend
 
@@ -29,6 +30,7 @@ BACKENDS: tuple[Backend, ...] = tuple(
         cache,
         moe,
         sample,
+        step,
     )
     for backend in module.BACKENDS
 )

@@ -17,6 +17,7 @@ from metainfer.kernels.triton import (
     rope,
     route,
     sample,
+    step,
 )
 from metainfer.kernels.triton.backend import Declared
 from metainfer.kernels.triton.launch import Launcher
@@ -37,6 +38,7 @@ DECLARED: tuple[Declared, ...] = (
     *route.BACKENDS,
     *moe.BACKENDS,
     *sample.BACKENDS,
+    *step.BACKENDS,
 )
 
 
