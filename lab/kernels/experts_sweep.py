@@ -78,15 +78,6 @@ def ways(rows: int, capability: tuple[int, int]) -> dict[str, Tiles]:
             tile = Tile(gate, 128, 4, 3, registers=registers)
             name = f"{name_of(height, tile, down)}, {registers} registers"
             found[name] = Tiles(height, tile, replace(tile, channels=down))
-        for height, gate, down, warps, stages, registers in (
-            (128, 64, 128, 8, 3, 0), (128, 64, 128, 8, 4, 0), (64, 64, 128, 4, 3, 0), (64, 64, 128, 4, 4, 0),
-            (64, 64, 128, 4, 3, 168), (128, 32, 64, 8, 3, 0), (128, 32, 64, 8, 4, 0),
-        ):  # fmt: skip
-            if not native:
-                break
-            tile = Tile(gate, 128, warps, stages, registers=registers, overlaps=True)
-            name = f"Gluon {name_of(height, tile, down)}, {registers} registers"
-            found[name] = Tiles(height, tile, replace(tile, channels=down))
         for band in (2, 4, 16, 32):
             tile = replace(best, band=band)
             found[f"{name_of(128, tile, 128)} band {band}"] = Tiles(128, tile, replace(tile, channels=128))

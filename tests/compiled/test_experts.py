@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,10 +11,9 @@ from metainfer.kernels.compare import run
 from metainfer.kernels.inputs.base import Draw
 from metainfer.kernels.inputs.load import at_load
 from metainfer.kernels.registry import Registry
-from metainfer.kernels.triton import moe, triton_backends
+from metainfer.kernels.triton import triton_backends
 from metainfer.kernels.triton.launch import TARGETS, shared_limit
 from metainfer.kernels.triton.machine_code import inspect
-from metainfer.kernels.triton.moe_tiles import Tile, Tiles
 from metainfer.kernels.triton.record import CompileUnit, RecordingLauncher
 from metainfer.ops.base import Load
 from metainfer.ops.catalogue import OPS
@@ -25,7 +23,6 @@ pytestmark = pytest.mark.timeout(800)
 OP = "moe.experts_fp8_rows"
 V4 = OPS[OP].cases["deepseek-v4-flash"][0]
 MULTIPLIES = ("grouped_product", "route_logits")
-OVERLAPPING = Tiles(128, Tile(64, 128, 8, 3, overlaps=True), Tile(128, 128, 8, 3, overlaps=True))
 SPILLED = 16  # bytes of a thread that nobody misses
 
 
@@ -72,19 +69,3 @@ def test_four_bytes_that_are_unpacked_together_follow_each_other(
             for layout in unpacked:
                 each = re.search(r"sizePerThread = \[1, 1, (\d+)\].*order = \[2,", layouts[layout])
                 assert each and int(each[1]) >= 4, layouts[layout]
-
-
-def test_products_that_overlap_fit_a_multiprocessor() -> None:
-    launch = RecordingLauncher((9, 0), 132)
-    call = at_load(OP, V4, Load(8192, 8192), Draw(0, "meta"))
-    weights = moe.prepare_fp8_rows(V4, *call.weights)
-    for scale in ("e8m0", "fp32"):
-        case = replace(V4, scale=scale)
-        arguments = at_load(OP, case, Load(8192, 8192), Draw(0, "meta")).arguments
-        moe.experts_fp8_rows(launch, case, weights, *arguments, tiles=OVERLAPPING)
-    units = [unit for unit in launch.units() if unit.name == "grouped_wgmma"]
-    assert len(units) == 4
-    for unit in units:
-        code = inspect(unit.compile((9, 0)))
-        assert code.stack_bytes == 0
-        assert code.matrix == ("wgmma e4m3",)

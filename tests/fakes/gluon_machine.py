@@ -27,7 +27,6 @@ _DTYPES = {
     "int32": torch.int32,
     "int64": torch.int64,
     "uint8": torch.uint8,
-    "float8e4nv": torch.float8_e4m3fn,
 }
 
 
@@ -58,9 +57,6 @@ class Tensor:
 
     def reshape(self, shape: list[int]) -> Tensor:
         return Tensor(self.data.reshape(shape))
-
-    def permute(self, order: tuple[int, ...]) -> Tensor:
-        return Tensor(self.data.permute(*order))
 
 
 def _operator(name: str, function: Callable[..., Any]) -> None:
@@ -135,7 +131,6 @@ class Shared:
     def __init__(self, view: torch.Tensor) -> None:
         self.view = view
 
-    shape = property(lambda self: list(self.view.shape))
     dtype = property(lambda self: self.view.dtype)
 
     def index(self, at: Any) -> Shared:
@@ -217,9 +212,6 @@ class Language:
 
     def join(self, one: Tensor, other: Tensor) -> Tensor:
         return Tensor(torch.stack([one.data, other.data], dim=-1))
-
-    def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return Tensor(x.data[..., 0]), Tensor(x.data[..., 1])
 
     def convert_layout(self, x: Tensor, layout: Any) -> Tensor:
         return x

@@ -21,7 +21,7 @@ from metainfer.kernels.triton.backend import Declared, on_gpu
 from metainfer.kernels.triton.launch import Launcher, has_fp8
 from metainfer.kernels.triton.moe_order import Order, order
 from metainfer.kernels.triton.moe_product import grouped_product
-from metainfer.kernels.triton.moe_tiles import Tile, Tiles, tiles_of
+from metainfer.kernels.triton.moe_tiles import Tiles, tiles_of
 from metainfer.kernels.triton.moe_weights import (
     Experts,
     Matrix,
@@ -30,7 +30,6 @@ from metainfer.kernels.triton.moe_weights import (
     fp4_matrix,
     fp8_matrix,
 )
-from metainfer.kernels.triton.moe_wgmma import grouped_wgmma
 from metainfer.ops.base import Target
 from metainfer.ops.moe import ExpertsCase, ExpertsFp8RowsCase, SwigluFp8Case
 
@@ -180,9 +179,6 @@ class _Call:
         case, ordered = self._case, self._order
         tile = self.tiles.gate_up if is_gated else self.tiles.down
         outputs, columns = y.shape[1], rows.numbers.shape[1]
-        if tile.overlaps and self._overlaps(matrix, rows, tile, outputs, columns):
-            self._overlapping_product(matrix, rows, y, shares_TK, tile, is_gated)
-            return
         step = _step(tile.step, matrix.form, columns, case.block[1])
         self._launch(
             grouped_product,
@@ -220,70 +216,13 @@ class _Call:
             GM=tile.band,
             SWAP=tile.swap,
             ASM=not self._launch.interpreted,
-            **_limits(tile),
-        )
-
-    def _overlaps(self, matrix: Matrix, rows: Rows, tile: Tile, outputs: int, columns: int) -> bool:
-        """Whether `moe_wgmma` serves a product."""
-        return (
-            matrix.form == "folded"
-            and rows.scales is not None
-            and self._order.slots is not None
-            and not self._launch.interpreted
-            and columns % 128 == 0
-            and outputs % tile.channels == 0
-            and rows.numbers.stride(0) % 16 == 0
-        )
-
-    def _overlapping_product(
-        self,
-        matrix: Matrix,
-        rows: Rows,
-        y: torch.Tensor,
-        shares_TK: torch.Tensor | None,
-        tile: Tile,
-        is_gated: bool,
-    ) -> None:
-        case, ordered = self._case, self._order
-        assert rows.scales is not None and matrix.scales is not None
-        self._launch(
-            grouped_wgmma,
-            (ordered.tiles * (y.shape[1] // tile.channels),),
-            rows.numbers,
-            rows.scales,
-            matrix.codes.view(torch.int32),
-            matrix.scales.view(torch.int32),
-            matrix.factors,
-            ordered.slots,
-            ordered.experts,
-            shares_TK,
-            y,
-            ordered.tiles,
-            rows.numbers.stride(0),
-            float(case.limit),
-            num_warps=tile.warps,
-            E=case.experts,
-            N=y.shape[1],
-            C=rows.numbers.shape[1],
-            PER=rows.per,
-            E8M0=rows.scales.dtype is torch.uint8,
-            GATED=is_gated,
-            BM=self.tiles.rows,
-            BN=2 * tile.channels if is_gated else tile.channels,
-            GM=tile.band,
-            STAGES=tile.stages,
-            WARPS=tile.warps,
-            **_limits(tile),
+            **({"maxnreg": tile.registers} if tile.registers else {}),
         )
 
     def _operand(self, rows: Rows) -> str:
         if self._launch.interpreted or rows.numbers.dtype is torch.float32:
             return "fp32"
         return "bf16" if rows.scales is None else "fp8"
-
-
-def _limits(tile: Tile) -> dict[str, int]:
-    return {"maxnreg": tile.registers} if tile.registers else {}
 
 
 def _step(most: int, form: str, columns: int, block: int) -> int:

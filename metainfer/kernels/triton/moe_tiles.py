@@ -17,7 +17,6 @@ class Tile:
         swap: the weights are the first operand.
         band: tiles of rows that share the weights that a cache holds.
         registers: of a thread at most; 0 for what the compiler takes.
-        overlaps: the kernel of `moe_wgmma`, where it serves.
     """
 
     channels: int
@@ -27,7 +26,6 @@ class Tile:
     swap: bool = False
     band: int = 8
     registers: int = 0
-    overlaps: bool = False
 
 
 @dataclass(frozen=True, slots=True)
