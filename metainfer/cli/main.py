@@ -34,6 +34,7 @@ VERBS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "run": ("metainfer.cli.run", "Answer one prompt and stop"),
         "chat": ("metainfer.cli.chat", "Talk with a model in the terminal"),
         "env": ("metainfer.cli.env", "Report on machine, versions and plan, to paste"),
+        "probe": ("metainfer.cli.probe", "Look at this machine: GPUs, links, pairs, host"),
         "verify": ("metainfer.cli.verify", "Check every operation of a model on this card"),
         "profile": ("metainfer.cli.profile", "Say where the time of a step goes, by operation"),
         "bench serve": ("metainfer.cli.bench_serve", "Put load on a server and measure it"),

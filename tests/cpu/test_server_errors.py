@@ -11,12 +11,9 @@ import httpx
 import openai
 import pytest
 
-from metainfer.core.errors import UserError
 from metainfer.server.settings import ServerSettings
-from metainfer.text.tokenizer import Tokenizer
-from tests.fakes.fake_engine import FakeEngine, ScriptError
-from tests.fakes.serving import MODEL, VOCAB, Bench, scripted, serving, wait_for
-from tests.fakes.tiny_tokenizer import tiny_tokenizer, write_tokenizer
+from tests.fakes.fake_engine import ScriptError
+from tests.fakes.serving import MODEL, VOCAB, Bench, error_of, scripted, wait_for
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "Hello?"}]
@@ -44,15 +41,6 @@ def bench(running: Bench) -> Iterator[Bench]:
 def http(bench: Bench) -> Iterator[httpx.Client]:
     with bench.served.http() as client:
         yield client
-
-
-def error_of(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
-    """The error in an answer, in OpenAI's form."""
-    assert answer.status_code == status, answer.text
-    assert answer.headers["content-type"] == "application/json"
-    (error,) = answer.json().values()
-    assert set(error) == {"message", "type", "param", "code"}
-    return error
 
 
 def chat(**more: Any) -> dict[str, Any]:
@@ -350,85 +338,3 @@ def test_prompts_and_keys_are_not_logged(
     assert "POST /v1/completions 200" in caplog.text
     assert "POST /v1/completions 400" in caplog.text
     assert "secret" not in caplog.text and "k3y" not in caplog.text
-
-
-# ---- models that do not fit, engines that are gone, keys: servers of their own ----
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"), VOCAB)
-
-
-def test_keys_open_all_but_health(tokenizer: Tokenizer) -> None:
-    settings = ServerSettings(api_keys=("first", "zweiter-schlüssel"), cors_origins=("http://a",))
-    with (
-        FakeEngine(lambda _: [40]) as engine,
-        serving(engine, tokenizer, settings) as served,
-        served.http() as http,
-    ):
-        for key in (None, "firs", "first1", "FIRST", "é"):
-            headers = {} if key is None else {"Authorization": f"Bearer {key}".encode()}
-            answer = http.post(TEXT, json=text(), headers=headers)
-            error = error_of(answer, 401)
-            assert error["code"] == "invalid_api_key"
-            assert answer.headers["www-authenticate"] == "Bearer"
-        assert http.get("/metrics").status_code == http.get("/plan").status_code == 401
-        assert http.get("/health").status_code == http.get("/ready").status_code == 200
-        assert engine.submitted == []
-        for key in settings.api_keys:
-            headers = {"Authorization": f"bearer  {key}".encode()}
-            assert http.post(TEXT, json=text(), headers=headers).status_code == 200
-        assert served.openai("first").models.list().data[0].id == MODEL
-        with pytest.raises(openai.AuthenticationError):
-            served.openai("other").models.list()
-        asked = {"Origin": "http://a", "Access-Control-Request-Method": "POST"}
-        preflight = http.options(CHAT, headers=asked)
-        assert preflight.status_code == 200
-        assert preflight.headers["access-control-allow-origin"] == "http://a"
-
-
-def test_a_model_without_the_chat_markup_completes_text(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
-    directory = write_tokenizer(tmp_path_factory.mktemp("plain"), VOCAB)
-    file = directory / "tokenizer.json"
-    file.write_text(file.read_text(encoding="utf-8").replace("<think>", "<thunk>"))
-    plain = Tokenizer.load(directory)
-    with (
-        FakeEngine(lambda _: [40]) as engine,
-        serving(engine, plain) as served,
-        served.http() as http,
-    ):
-        error = error_of(http.post(CHAT, json=chat()))
-        assert error["code"] == "no_chat" and "<think>" in error["message"]
-        assert http.post(TEXT, json=text()).status_code == 200
-
-
-def test_a_tokenizer_of_another_model_is_refused(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
-    larger = tiny_tokenizer(tmp_path_factory.mktemp("larger"), VOCAB + 1)
-    with (
-        FakeEngine(lambda _: [40]) as engine,
-        pytest.raises(UserError, match=f"{VOCAB + 1} tokens, but the model has {VOCAB}"),
-        serving(engine, larger),
-    ):
-        pass
-
-
-def test_a_server_that_is_not_ready_or_whose_engine_is_gone(tokenizer: Tokenizer) -> None:
-    engine = FakeEngine(lambda _: [40])
-    with serving(engine, tokenizer, ready=False) as served, served.http() as http:
-        assert http.get("/health").status_code == 200
-        assert error_of(http.get("/ready"), 503)["code"] == "not_ready"
-        assert http.get("/ready").headers["retry-after"] == "1"
-        error_of(http.post(TEXT, json=text()), 503)
-        served.service.ready = True
-        assert http.get("/ready").status_code == 200
-        assert http.post(TEXT, json=text()).status_code == 200
-        engine.die()
-        assert error_of(http.get("/health"), 503)["code"] == "engine_dead"
-        error_of(http.get("/ready"), 503)
-        wait_for(lambda: http.post(TEXT, json=text()).status_code == 503)
-        assert "metainfer:engine_alive" in http.get("/metrics").text

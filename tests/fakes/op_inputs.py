@@ -153,6 +153,14 @@ VARIANTS: Mapping[str, Mapping[str, Maker]] = {
         },
         "windows that stay open": partial(compress.compress_decode, entries=5, closing=False),
     },
+    "attention.compress_step": {
+        **_rows(compress.compress_step, 0, 1, 5),
+        "nothing closes": partial(compress.compress_step, rows=3, closing=False),
+        "drafts": partial(compress.compress_step, rows=12, together=4),
+        "drafts, rows apart": partial(compress.compress_step, rows=6, together=3, spread=True),
+        "bf16 cache": partial(compress.compress_step, rows=2, cache="bfloat16"),
+        "no cache": partial(compress.compress_step, rows=2, cache=""),
+    },
     "attention.index_topk": {
         **_rows(index.index_topk, 0, 1, 65, start=0),
         "start": partial(index.index_topk, rows=5, start=71),

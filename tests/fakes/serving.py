@@ -123,3 +123,12 @@ def wait_for(holds: Callable[[], bool], seconds: float = 30.0) -> None:
     while not holds():
         assert time.monotonic() < deadline_s, "it does not come to pass"
         time.sleep(0.005)
+
+
+def error_of(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
+    """The error in an answer, in OpenAI's form."""
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/json"
+    (error,) = answer.json().values()
+    assert set(error) == {"message", "type", "param", "code"}
+    return error

@@ -8,7 +8,7 @@ import pytest
 
 from metainfer.hardware.facts import Unknown
 from metainfer.hardware.machine import Clocks, Gpu
-from metainfer.hardware.pcie import Bridge, PcieLink, Peer
+from metainfer.hardware.pcie import Bridge, Peer
 from metainfer.hardware.topology import (
     fingerprint,
     islands,
@@ -17,26 +17,9 @@ from metainfer.hardware.topology import (
     slowest_way,
     way,
 )
-from tests.fakes.machines import GIB, make_machine
+from tests.fakes.machines import GEN5, GIB, make_machine, two_sockets
 
-GEN5 = PcieLink(5, 16, 5, 16)
 CARD = Gpu("a card", (12, 0), 96 * GIB, 95 * GIB, link=GEN5)
-
-
-def two_sockets():
-    """Two switches of two cards each at two roots of socket 0, one card at a root of socket 1."""
-    bridges = (
-        Bridge("root a", "root", None, 0),
-        Bridge("switch a", "switch", "root a", 0, GEN5),
-        Bridge("root b", "root", None, 0),
-        Bridge("switch b", "switch", "root b", 0, GEN5),
-        Bridge("root c", "root", None, 1),
-    )
-    parents = ("switch a", "switch a", "switch b", "switch b", "root c")
-    gpus = tuple(
-        replace(CARD, parent=parent, numa_node=int(parent == "root c")) for parent in parents
-    )
-    return replace(make_machine(gpus=gpus), bridges=bridges)
 
 
 def test_ways_have_the_kinds_that_the_driver_s_tool_tells():
