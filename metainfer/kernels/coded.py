@@ -25,7 +25,9 @@ another too."""
 FEW = 0.01
 """Share of numbers that may be another code."""
 
-WRITTEN: Mapping[str, tuple[int, ...]] = MappingProxyType({"cache.write": (3,)})
+WRITTEN: Mapping[str, tuple[int, ...]] = MappingProxyType(
+    {"cache.write": (3,), "attention.compress_step": (3, 8)}
+)
 """Arguments that an op writes and does not return, by place: results too."""
 
 Results = tuple[torch.Tensor, ...]

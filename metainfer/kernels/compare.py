@@ -28,6 +28,7 @@ OVERWRITTEN: Mapping[str, frozenset[int]] = MappingProxyType(
         "hc.expand": frozenset({0}),
         "moe.swiglu": frozenset({0}),
         "cache.write": frozenset({3}),
+        "attention.compress_step": frozenset({3, 8}),
         "cache.write_index": frozenset({4, 5}),
     }
 )
@@ -55,7 +56,8 @@ def run(registry: Registry, op: str, backend: str, case: Any, call: Call) -> tup
         arguments = (prepared, *arguments)
     result = chosen.run(case, *arguments)
     results = result if isinstance(result, tuple) else (result,)
-    return (*results, *(call.arguments[place] for place in WRITTEN.get(op, ())))
+    written = (call.arguments[place] for place in WRITTEN.get(op, ()))
+    return (*results, *(tensor for tensor in written if tensor is not None))
 
 
 def compare(

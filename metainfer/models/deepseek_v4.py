@@ -137,7 +137,7 @@ class DeepseekV4:
             return self._indexer.index(inputs)
         if cache.spare_block is None:
             raise MetainferError("steps of fixed shapes need a cache with a spare block")
-        return self._indexer.index_decode(inputs, cache.spare_block)
+        return self._indexer.index_decode(inputs)
 
     def logits(self, streams_RSD: torch.Tensor) -> torch.Tensor:
         """fp32 [R, V] of the streams of chosen rows."""

@@ -83,7 +83,7 @@ class Attention:
         q_THD = self._queries(q_rank).view(-1, self._heads, self._width)
         q_THD = self._norm_rotate_q(q_THD, None, q_rotation_TR2)
         seen = self._latents(latent_TD, rotation_TR2, step, cache)
-        states = self._entries.project(x.plain, step) if self._entries is not None else ()
+        states = self._entries.project(x.plain) if self._entries is not None else ()
 
         outputs = []
         if step.decode is not None:

@@ -8,7 +8,7 @@ from metainfer.arch.cache_kinds import Kind
 from metainfer.arch.record import LayerArch, LayerKind
 from metainfer.nn.builder import LayerBuilder
 from metainfer.nn.cache import CacheStorage
-from metainfer.nn.kept_rows import writer
+from metainfer.nn.kept_rows import is_plain, writer
 from metainfer.nn.step_index import DecodeWindows, PrefillWindows
 from metainfer.ops.compress import CompressCase
 
@@ -16,12 +16,12 @@ from metainfer.ops.compress import CompressCase
 class Compressor:
     """One compressor of one layer: of the latents, or of the index keys.
 
-    A token's row of state is fp32 [value | score], the position bias already in the score.
+    A token's row of state is fp32 [value | score]; what depends on its place in its window is added
+    to the score here, before it goes into the ring.
 
     Attributes:
         names: the matrices that give value and score, for a product that layers share.
         width: numbers of state per token.
-        bias_RW: what is added to the rows of state, by position % ratio: 0 for values.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class Compressor:
     ) -> None:
         arch = build.arch
         self._layer = layer.index
-        self._ring = ring
+        self._ring, self._entries = ring, entries
         self.names = (f"{prefix}.wkv.weight", f"{prefix}.wgate.weight")
         self._norm_weight_D = build.norm_weight(f"{prefix}.norm")
         case = CompressCase(
@@ -42,24 +42,47 @@ class Compressor:
         )
         self.width = case.row_width
         score_bias = build.checkpoint.tensor(f"{prefix}.ape", torch.float32)
-        self.bias_RW = torch.cat([torch.zeros_like(score_bias), score_bias], dim=1)
+        bias_RW = torch.cat([torch.zeros_like(score_bias), score_bias], dim=1)
+        self._bias_RW = bias_RW.to(build.device)
         self._compress = build.kernel("attention.compress", case)
+        self._is_plain = is_plain(build, entries)
         self._write = writer(build, layer, entries)
-        self._compress_decode = build.kernel("attention.compress_decode", case)
+        self._step = build.kernel("attention.compress_step", case)
 
-    def decode(self, state_TW: torch.Tensor, windows: DecodeWindows, cache: CacheStorage) -> None:
+    def decode(
+        self,
+        state_TW: torch.Tensor,
+        phase_T: torch.Tensor,
+        windows: DecodeWindows,
+        cache: CacheStorage,
+    ) -> None:
         """Take in one row of state for each decode row, and write the entries that are complete."""
-        ring_NW = cache.rows(self._ring, self._layer)
-        ring_NW.index_copy_(0, windows.ring_rows_T, state_TW)
-        if windows.closing_CS is None or windows.target_rows_C is None:
-            return
-        entries_CD = self._compress_decode(
-            ring_NW, windows.closing_CS, self._norm_weight_D, windows.rotation_CR2
+        plain = cache.rows(self._entries, self._layer) if self._is_plain else None
+        entries_TD = self._step(
+            state_TW,
+            self._bias_RW,
+            phase_T,
+            cache.rows(self._ring, self._layer),
+            windows.ring_rows_T,
+            windows.closing_TS,
+            self._norm_weight_D,
+            windows.rotation_TR2,
+            plain,
+            windows.target_rows_T,
         )
-        self._write(entries_CD, windows.target_rows_C, cache)
+        if plain is None:
+            self._write(entries_TD, windows.target_rows_T, cache)
 
-    def prefill(self, state_PW: torch.Tensor, windows: PrefillWindows, cache: CacheStorage) -> None:
-        """Take in the chunk of one sequence, and write the entries that are complete."""
+    def prefill(
+        self,
+        state_PW: torch.Tensor,
+        phase_P: torch.Tensor,
+        windows: PrefillWindows,
+        cache: CacheStorage,
+    ) -> None:
+        """Take in the chunk of one sequence, whose state is overwritten, and write the entries that
+        are complete."""
+        state_PW += self._bias_RW.index_select(0, phase_P)
         ring_NW = cache.rows(self._ring, self._layer)
         if windows.num_closed:
             halo = ring_NW.index_select(0, windows.halo_rows)

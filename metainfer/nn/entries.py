@@ -35,7 +35,6 @@ class Entries:
         self.indexer: Indexer | None = None
         names = list(main.names)
         sizes = [main.width]
-        bias = [main.bias_RW]
         if layer.kind is LayerKind.COMPRESSED_SPARSE:
             keys = Compressor(
                 build,
@@ -48,16 +47,12 @@ class Entries:
             self.indexer = Indexer(build, layer, f"{prefix}.indexer")
             names += [*keys.names, f"{prefix}.indexer.weights_proj.weight"]
             sizes += [keys.width, build.arch.index_num_heads]
-            bias += [keys.bias_RW, keys.bias_RW.new_zeros(layer.ratio, build.arch.index_num_heads)]
         self._sizes = sizes
         self._project = dense_fp32(build, names)
-        self._bias_RO = torch.cat(bias, dim=1).to(build.device)
 
-    def project(self, x_TD: torch.Tensor, step: StepIndex) -> States:
+    def project(self, x_TD: torch.Tensor) -> States:
         """fp32 states of all rows of the step; their rows lie apart."""
-        state_TO = self._project(x_TD)
-        state_TO += self._bias_RO.index_select(0, step.phase_T[self._ratio])
-        return state_TO.split(self._sizes, dim=1)
+        return self._project(x_TD).split(self._sizes, dim=1)
 
     def decode(
         self, states: States, q_rank: Rows, step: StepIndex, cache: CacheStorage
@@ -66,8 +61,9 @@ class Entries:
         attends to, or None where there are none (as `attention.sparse_decode` wants them)."""
         assert step.decode is not None
         windows = step.decode.windows[self._ratio]
+        phase_T = step.phase_T[self._ratio][: step.decode.num_rows]
         for compressor, state_TW in zip(self._compressors, states, strict=False):
-            compressor.decode(state_TW, windows, cache)
+            compressor.decode(state_TW, phase_T, windows, cache)
         if self.indexer is None:
             return windows.entry_rows_TE
         rotation_TR2 = step.compressing_TR2[: step.decode.num_rows]
@@ -84,9 +80,9 @@ class Entries:
         """Take in the chunk of one sequence; returns its rows of Kind.ENTRIES and what of them each
         row that attends attends to (as `attention.sparse_prefill` wants them)."""
         rows = part.rows
-        windows = part.windows[self._ratio]
+        windows, phase_T = part.windows[self._ratio], step.phase_T[self._ratio]
         for compressor, state_TW in zip(self._compressors, states, strict=False):
-            compressor.prefill(state_TW[rows], windows, cache)
+            compressor.prefill(state_TW[rows], phase_T[rows], windows, cache)
         if self.indexer is None or part.attending.start == part.attending.stop:
             return windows.entry_rows_E, None
         selected_PK = self.indexer.prefill(

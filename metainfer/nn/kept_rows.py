@@ -111,10 +111,16 @@ class CodedLatents:
         ]
 
 
+def is_plain(build: LayerBuilder, kind: Kind) -> bool:
+    """Whether rows of a growing kind are kept as plain numbers."""
+    caches = build.caches
+    return (caches.key_format if kind is Kind.INDEX_KEYS else caches.latent_format) == DENSE
+
+
 def writer(build: LayerBuilder, layer: LayerArch, kind: Kind) -> Writer:
     """Of rows of `kind` that `layer` owns: entries, or index keys."""
     number = layer.index
-    if kind is Kind.INDEX_KEYS and build.caches.key_format != DENSE:
+    if kind is Kind.INDEX_KEYS and not is_plain(build, kind):
         width = build.arch.index_head_dim
         keys = IndexWriteCase(build.caches.key_format, width, dtype=build.dtype)
         encode = build.kernel("cache.write_index", keys)
@@ -123,7 +129,7 @@ def writer(build: LayerBuilder, layer: LayerArch, kind: Kind) -> Writer:
             encode(x_EI, None, None, None, *cache.index_keys(number), rows_E)
 
         return write_keys
-    if kind is Kind.ENTRIES and build.caches.latent_format != DENSE:
+    if kind is Kind.ENTRIES and not is_plain(build, kind):
         entries = CacheWriteCase(build.caches.latent_format, build.arch.head_dim, dtype=build.dtype)
         write = build.kernel("cache.write", entries)
 

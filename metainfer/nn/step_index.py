@@ -3,8 +3,8 @@
 Every ring of a kind has the same size in all layers, and so has every growing kind of one ratio;
 the row numbers therefore hold for each layer.
 
-Shape suffixes: T rows, B sequences, W window, R ring rows, E entries, C windows that close, S span
-of an entry, P rows of a prefill sequence that attend, W in `wanted_rows_W` rows that go on.
+Shape suffixes: T rows, B sequences, W window, R ring rows, E entries, S span of an entry, P rows of
+a prefill sequence that attend, W in `wanted_rows_W` rows that go on.
 """
 
 from __future__ import annotations
@@ -25,25 +25,23 @@ _NUMBERS = 6  # results of `step.index_decode` for each ratio
 
 @dataclass(frozen=True, slots=True)
 class DecodeWindows:
-    """Compressor windows and entries of the decode rows, at one ratio. In fixed shapes every row
-    counts as if its window closed: where it does not, the entry has no tokens and goes to the spare
-    block.
+    """Compressor windows and entries of the decode rows, at one ratio.
 
     Attributes:
         ring_rows_T: compressor ring row of each row.
-        closing_CS: ring rows of the tokens of each window that closes, -1 before the sequence;
-            None where no window closes.
-        target_rows_C: where the entries of these windows go.
-        rotation_CR2: at the first token of these windows.
+        closing_TS: ring rows of the tokens of the window that each row closes, -1 before the
+            sequence, and everywhere where a row closes none.
+        target_rows_T: where the entries of these windows go, -1 where there is none.
+        rotation_TR2: at the first token of these windows.
         num_entries: E, entries that the longest sequence sees.
         entry_rows_TE: rows of the entries that each row sees, -1 after the last; one column more
             than E, so that the last is always -1. None where no row sees any.
     """
 
     ring_rows_T: torch.Tensor
-    closing_CS: torch.Tensor | None
-    target_rows_C: torch.Tensor | None
-    rotation_CR2: torch.Tensor | None
+    closing_TS: torch.Tensor
+    target_rows_T: torch.Tensor
+    rotation_TR2: torch.Tensor
     num_entries: int
     entry_rows_TE: torch.Tensor | None
 
@@ -242,45 +240,37 @@ class StepIndexer:
         ends: list[int],
     ) -> DecodeWindows:
         ring = self._spans[ratio] + self._draft_rows
-        ring_rows_T = (slots_T1 * ring + positions_T1 % ring).squeeze(1)
         num_entries = max(ends) // ratio
-        if num_entries == 0:
-            return DecodeWindows(ring_rows_T, None, None, None, 0, None)
-        sequence_T = inputs.sequence_T[: len(positions_T1)]
         seen_T1 = (positions_T1 + 1) // ratio
-        entry_rows_TE = self._entry_rows(
-            inputs.block_table_BM.index_select(0, sequence_T), ratio, num_entries
-        )
-        entry_E = torch.arange(num_entries + 1, device=self._device)
-        entry_rows_TE = entry_rows_TE.masked_fill_(entry_E >= seen_T1, -1)
-        closing = [
-            inputs.row_starts[sequence] + place
-            for sequence, (start, end) in enumerate(zip(inputs.computed, ends, strict=False))
-            for place in range(ratio - 1 - start % ratio, end - start, ratio)
-        ]
-        if not closing:
-            return DecodeWindows(ring_rows_T, None, None, None, num_entries, entry_rows_TE)
-        closing_C = self._sent(closing)
-        positions_C1 = positions_T1.index_select(0, closing_C)
-        window_C1 = positions_C1 // ratio
+        is_open_T1 = seen_T1 * ratio != positions_T1 + 1
+        closing_TS = _ring_rows(slots_T1, positions_T1 + self._back_S[ratio], ring)
+        window_T1 = positions_T1 // ratio
+        target_T1 = torch.full_like(window_T1, -1)
+        entry_rows_TE = None
+        if num_entries:
+            tables_TM = inputs.block_table_BM.index_select(
+                0, inputs.sequence_T[: len(positions_T1)]
+            )
+            entry_rows_TE = self._entry_rows(tables_TM, ratio, num_entries)
+            # Windows behind the last entry are open.
+            target_T1 = entry_rows_TE.gather(1, window_T1.clamp(max=num_entries))
+            entry_E = torch.arange(num_entries + 1, device=self._device)
+            entry_rows_TE = entry_rows_TE.masked_fill_(entry_E >= seen_T1, -1)
         return DecodeWindows(
-            ring_rows_T=ring_rows_T,
-            closing_CS=_ring_rows(
-                slots_T1.index_select(0, closing_C), positions_C1 + self._back_S[ratio], ring
-            ),
-            target_rows_C=entry_rows_TE.index_select(0, closing_C).gather(1, window_C1).squeeze(1),
-            rotation_CR2=self._compressing.rows((window_C1 * ratio).squeeze(1), max(ends)),
+            ring_rows_T=(slots_T1 * ring + positions_T1 % ring).squeeze(1),
+            closing_TS=closing_TS.masked_fill_(is_open_T1, -1),
+            target_rows_T=target_T1.masked_fill_(is_open_T1, -1).squeeze(1),
+            rotation_TR2=self._compressing.rows((window_T1 * ratio).squeeze(1), max(ends)),
             num_entries=num_entries,
             entry_rows_TE=entry_rows_TE,
         )
 
-    def index_decode(self, inputs: DecodeInputs, spare_block: int) -> StepIndex:
+    def index_decode(self, inputs: DecodeInputs) -> StepIndex:
         """The index of decode rows in shapes that depend on those of `inputs` alone."""
         sliding_TR2, compressing_TR2, ring_rows_T, window_rows_TW, *of_ratios = self._index_rows(
             inputs.positions_T,
             inputs.slots_T,
             inputs.tables_NM,
-            spare_block,
             self._draft_rows,
             self._sliding.parts,
             self._compressing.parts,
@@ -293,9 +283,9 @@ class StepIndexer:
             ]
             windows[ratio] = DecodeWindows(
                 ring_rows_T=rows_T,
-                closing_CS=closing_TS,
-                target_rows_C=target_T,
-                rotation_CR2=rotation_TR2,
+                closing_TS=closing_TS,
+                target_rows_T=target_T,
+                rotation_TR2=rotation_TR2,
                 num_entries=entry_rows_TE.shape[1] - 1,
                 entry_rows_TE=entry_rows_TE,
             )
@@ -357,11 +347,6 @@ class StepIndexer:
         """Ring rows of the positions first .. stop - 1; negative ones fall on rows of the slot
         as well."""
         return slot_1 * ring + torch.arange(first, stop, device=self._device) % ring
-
-    def _sent(self, numbers: list[int]) -> torch.Tensor:
-        """int64 on the device, which nobody waits for."""
-        on_gpu = self._device.type == "cuda"
-        return torch.tensor(numbers, pin_memory=on_gpu).to(self._device, non_blocking=True)
 
     def _entry_rows(self, table_BM: torch.Tensor, ratio: int, num_entries: int) -> torch.Tensor:
         """Cache rows of the entries 0 .. E - 1 of each block table, then a column of -1."""

@@ -140,4 +140,34 @@ COMPRESS_DECODE = Op(
     tolerance=Tolerance(bfloat16=2e-2),
 )
 
-OPS = (COMPRESS, COMPRESS_DECODE)
+COMPRESS_STEP = Op(
+    name="attention.compress_step",
+    doc="""A decode step of a compressor: the rows' state goes into the rings, and entries of
+    windows that close (`attention.compress_decode`) go into a cache.
+
+    Several rows may be of one sequence, one behind the other in order of position; rings then have
+    so many rows more than a span that no row is overwritten which another one of the step reads.
+
+    Arguments:
+        state_TW: fp32 [T, row width], the position bias not yet in the score; rows may lie apart.
+        bias_RW: fp32 [ratio, row width], what is added to a row of state.
+        phase_T: int64, which row of it.
+        ring_NW: fp32 [ring rows of all sequences, row width]; its rows ring_rows_T are written.
+        ring_rows_T: int64; rows of padding may share one, which then holds anything.
+        closing_TS: int64 [T, span], as in `attention.compress_decode`, for the window that a row
+            closes; -1 everywhere where it closes none.
+        norm_weight_D: fp32 [D].
+        rotation_TR2: fp32 [T, R / 2, 2], cosine and sine at the entries' positions.
+        cache_MD: fp32 or bf16 [rows, D]; its rows target_rows_T are written. None: nowhere.
+        target_rows_T: int64; -1 where a row closes no window.
+
+    Returns:
+        entries_TD: new, in the case's dtype; zero where a row closes no window.
+    """,
+    cases=_CASES,
+    small_cases=_SMALL,
+    cost=_decode_cost,
+    tolerance=Tolerance(bfloat16=2e-2),
+)
+
+OPS = (COMPRESS, COMPRESS_DECODE, COMPRESS_STEP)

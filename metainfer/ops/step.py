@@ -67,7 +67,6 @@ INDEX_DECODE = Op(
         slots_T: int64.
         tables_NM: int64 [slots, M], blocks of each slot's sequence, -1 where there is none; rows
             may lie apart.
-        spare_block: where entries of windows that stay open go.
         draft_rows: that rings hold beyond what is visible.
         sliding, compressing: (fp32 table [positions, R / 2, 2], fp32 frequencies [R / 2]) of layers
             without and with entries.
@@ -83,8 +82,7 @@ INDEX_DECODE = Op(
         ring_rows_T: int64, where each row's state goes in the compressor ring.
         closing_TS: int64 [T, span], ring rows of the tokens of the window that a row closes, in
             order; -1 before the sequence, and everywhere where it closes none.
-        target_rows_T: int64, where that entry goes; the first row of the spare block where there is
-            none.
+        target_rows_T: int64, where that entry goes; -1 where there is none.
         rotation_TR2: fp32 [T, R / 2, 2], angles of that entry: of the first of its own tokens, or
             where there is none, of those of the window that is open.
         entry_rows_TE: int64 [T, M block_tokens / ratio + 1], rows of the entries that each row

@@ -173,6 +173,7 @@ class _Listing:
         case = CompressCase(layer.ratio, width, rope_width, layer.overlap, side.eps, dtype)
         self.uses.add("attention.compress", case, (PREFILL,))
         self.uses.add("attention.compress_decode", case, (DECODE,))
+        self.uses.add("attention.compress_step", case, (DECODE,))
 
     def _index_keys(self, layer: AttentionLayer) -> None:
         index, eps, dtype = self._side.indexer, self._side.eps, self._dtype

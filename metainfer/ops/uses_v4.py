@@ -224,7 +224,7 @@ class _Listing:
             layer.ratio, width, arch.rope_head_dim, overlap, arch.rms_norm_eps, self._dtype
         )
         self.uses.add("attention.compress", case, (PREFILL,))
-        self.uses.add("attention.compress_decode", case, (DECODE,))
+        self.uses.add("attention.compress_step", case, (DECODE,))
         return case.row_width
 
     def _experts(self, layer: LayerArch) -> None:

@@ -51,6 +51,32 @@ def compress_decode(
     return entries_CD.to(TORCH_DTYPES[case.dtype])
 
 
+def compress_step(
+    case: CompressCase,
+    state_TW: torch.Tensor,
+    bias_RW: torch.Tensor,
+    phase_T: torch.Tensor,
+    ring_NW: torch.Tensor,
+    ring_rows_T: torch.Tensor,
+    closing_TS: torch.Tensor,
+    norm_weight_D: torch.Tensor,
+    rotation_TR2: torch.Tensor,
+    cache_MD: torch.Tensor | None,
+    target_rows_T: torch.Tensor,
+) -> torch.Tensor:
+    ring_NW.index_copy_(0, ring_rows_T, state_TW + bias_RW.index_select(0, phase_T))
+    entries_TD = state_TW.new_zeros(len(state_TW), case.width, dtype=TORCH_DTYPES[case.dtype])
+    closing_C = (closing_TS[:, -1] >= 0).nonzero().squeeze(1)
+    if len(closing_C):
+        entries_CD = compress_decode(
+            case, ring_NW, closing_TS[closing_C], norm_weight_D, rotation_TR2[closing_C]
+        )
+        entries_TD[closing_C] = entries_CD
+        if cache_MD is not None:
+            cache_MD.index_copy_(0, target_rows_T[closing_C], entries_CD.to(cache_MD.dtype))
+    return entries_TD
+
+
 def _halves(
     case: CompressCase, before_ERW: torch.Tensor, own_ERW: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -81,4 +107,5 @@ def _entries(
 BACKENDS = (
     cpu_backend("attention.compress", compress),
     cpu_backend("attention.compress_decode", compress_decode),
+    cpu_backend("attention.compress_step", compress_step),
 )

@@ -62,6 +62,7 @@ LOADED: Mapping[str, Loaded] = MappingProxyType(
         "attention.merge": attention.merge_at_load,
         "attention.compress": compress.compress_at_load,
         "attention.compress_decode": compress.compress_decode_at_load,
+        "attention.compress_step": compress.compress_step_at_load,
         "moe.route_hash": _by_rows(moe.route_hash),
         "moe.route_learned": _by_rows(moe.route_learned),
         "moe.experts": _by_rows(moe.experts),

@@ -60,4 +60,4 @@ def _arguments(
     angles = [
         (draw.rotation(table, case.rope_width), draw.normal(pairs).abs() / 8) for _ in range(2)
     ]
-    return positions_T, slots_T, tables_NM, tables_NM.shape[0] + 5, drafts, *angles
+    return positions_T, slots_T, tables_NM, drafts, *angles

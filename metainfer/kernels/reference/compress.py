@@ -38,6 +38,27 @@ def compress_decode(
     return _entries(case, rows_CSW, ring_rows_CS >= 0, norm_weight_D, rotation_CR2)
 
 
+def compress_step(
+    case: CompressCase,
+    state_TW: torch.Tensor,
+    bias_RW: torch.Tensor,
+    phase_T: torch.Tensor,
+    ring_NW: torch.Tensor,
+    ring_rows_T: torch.Tensor,
+    closing_TS: torch.Tensor,
+    norm_weight_D: torch.Tensor,
+    rotation_TR2: torch.Tensor,
+    cache_MD: torch.Tensor | None,
+    target_rows_T: torch.Tensor,
+) -> torch.Tensor:
+    ring_NW.index_copy_(0, ring_rows_T, state_TW + bias_RW.index_select(0, phase_T))
+    entries_TD = compress_decode(case, ring_NW, closing_TS, norm_weight_D, rotation_TR2)
+    if cache_MD is not None:
+        closes_T = target_rows_T >= 0
+        cache_MD[target_rows_T[closes_T]] = entries_TD[closes_T].to(cache_MD.dtype)
+    return entries_TD
+
+
 def _entries(
     case: CompressCase,
     rows_ESW: torch.Tensor,
@@ -65,4 +86,5 @@ def _halves(both: torch.Tensor, ratio: int) -> torch.Tensor:
 BACKENDS = (
     Backend("attention.compress", REFERENCE, compress),
     Backend("attention.compress_decode", REFERENCE, compress_decode),
+    Backend("attention.compress_step", REFERENCE, compress_step),
 )

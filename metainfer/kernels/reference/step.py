@@ -16,7 +16,6 @@ def index_decode(
     positions_T: torch.Tensor,
     slots_T: torch.Tensor,
     tables_NM: torch.Tensor,
-    spare_block: int,
     draft_rows: int,
     sliding: Angles,
     compressing: Angles,
@@ -34,7 +33,7 @@ def index_decode(
         _ring_rows(slots_T1, positions_T1 + back_W, ring),
     ]
     for windows in case.windows:
-        found += _windows(case, windows, positions_T1, slots_T1, tables_TM, spare_block, draft_rows)
+        found += _windows(case, windows, positions_T1, slots_T1, tables_TM, draft_rows)
         first_T = some_T // windows.ratio * windows.ratio
         found.insert(len(found) - 1, _angles(compressing, first_T, end))
     return tuple(found)
@@ -46,7 +45,6 @@ def _windows(
     positions_T1: torch.Tensor,
     slots_T1: torch.Tensor,
     tables_TM: torch.Tensor,
-    spare_block: int,
     draft_rows: int,
 ) -> list[torch.Tensor]:
     """All that the contract lists for a ratio but angles."""
@@ -65,7 +63,7 @@ def _windows(
         (positions_T1 % ratio).squeeze(1),
         (slots_T1 * ring + positions_T1 % ring).squeeze(1),
         closing_TS.masked_fill_(is_open_T1, -1),
-        target_T1.masked_fill_(is_open_T1, spare_block * per_block).squeeze(1),
+        target_T1.masked_fill_(is_open_T1, -1).squeeze(1),
         torch.nn.functional.pad(rows_TE, (0, 1), value=-1),
     ]
 

@@ -103,6 +103,141 @@ def compress(
     return _pool(launch, case, rows_NW, None, first_window, norm_weight_D, rotation_ER2)
 
 
+@triton.jit
+def pooled_in_step(
+    t, state, bias, phases, ring, ring_rows, listed, state_stride,
+    RATIO: tl.constexpr, SPAN: tl.constexpr, OVERLAP: tl.constexpr, W: tl.constexpr,
+    D: tl.constexpr, S: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """fp32 [D], the tokens of row t's window, pooled, S at a time. Tokens of this step are read
+    where they come from, for nobody waits until they are in the ring."""
+    d_D = tl.arange(0, BD)
+    is_channel_D = d_D < D
+    top_D = tl.full([BD], float("-inf"), tl.float32)
+    mass_D = tl.zeros([BD], tl.float32)
+    acc_D = tl.zeros([BD], tl.float32)
+    for first in range(0, SPAN, S):
+        s_S = first + tl.arange(0, S)
+        row_S = tl.load(listed + t * SPAN + s_S, s_S < SPAN, -1)
+        there_S = row_S >= 0
+        other_S = t - (SPAN - 1 - s_S)  # the row of this token, if it is in this step
+        in_step_S = there_S & (other_S >= 0)
+        in_step_S = in_step_S & (tl.load(ring_rows + other_S, in_step_S, -1) == row_S)
+        phase_S = tl.load(phases + other_S, in_step_S, 0)
+        half_S = tl.where(s_S < RATIO, 0, D) if OVERLAP else tl.zeros([S], tl.int32)
+        at_SD = half_S[:, None] + d_D[None, :]
+        to_scores: tl.constexpr = 2 * D if OVERLAP else D
+        kept_SD = (there_S & (in_step_S == 0))[:, None] & is_channel_D[None, :]
+        new_SD = in_step_S[:, None] & is_channel_D[None, :]
+        ring_SD = ring + (row_S * W)[:, None] + at_SD
+        state_SD = state + (other_S * state_stride)[:, None] + at_SD
+        bias_SD = bias + (phase_S * W)[:, None] + at_SD
+        score_SD = tl.load(ring_SD + to_scores, kept_SD, float("-inf"))
+        value_SD = tl.load(ring_SD, kept_SD, 0.0)
+        new_score_SD = tl.load(state_SD + to_scores, new_SD, 0.0)
+        new_score_SD += tl.load(bias_SD + to_scores, new_SD, 0.0)
+        new_value_SD = tl.load(state_SD, new_SD, 0.0) + tl.load(bias_SD, new_SD, 0.0)
+        score_SD = tl.where(new_SD, new_score_SD, score_SD)
+        value_SD = tl.where(new_SD, new_value_SD, value_SD)
+        new_D = tl.maximum(top_D, tl.max(score_SD, 0))
+        base_D = tl.where(new_D == float("-inf"), 0.0, new_D)
+        share_SD = tl.exp(score_SD - base_D[None, :])
+        kept_D = tl.exp(top_D - base_D)
+        mass_D = mass_D * kept_D + tl.sum(share_SD, 0)
+        acc_D = acc_D * kept_D + tl.sum(share_SD * value_SD, 0)
+        top_D = new_D
+    return acc_D / tl.where(mass_D == 0.0, 1.0, mass_D)
+
+
+@triton.jit(do_not_specialize_on_alignment=["state"])
+def take_in(
+    state, bias, phases, ring, ring_rows, listed, norm_weight, rotation, out, cache, targets,
+    state_stride, cache_stride, eps,
+    RATIO: tl.constexpr, SPAN: tl.constexpr, OVERLAP: tl.constexpr, W: tl.constexpr,
+    BW: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr, S: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Program (row): its state into the ring, and the entry of a row that closes a window.
+    Suffixes: W numbers of state, S tokens, D channels."""
+    t = tl.program_id(0).to(tl.int64)
+    w_W, d_D = tl.arange(0, BW), tl.arange(0, BD)
+    is_channel_D = d_D < D
+    own_W = tl.load(state + t * state_stride + w_W, w_W < W, 0.0)
+    own_W += tl.load(bias + tl.load(phases + t) * W + w_W, w_W < W, 0.0)
+    tl.store(ring + tl.load(ring_rows + t) * W + w_W, own_W, w_W < W)
+    entry_1D = tl.zeros([1, BD], tl.float32)
+    if tl.load(listed + t * SPAN + SPAN - 1) >= 0:
+        pooled_D = pooled_in_step(
+            t, state, bias, phases, ring, ring_rows, listed, state_stride,
+            RATIO, SPAN, OVERLAP, W, D, S, BD,
+        )  # fmt: skip
+        pooled_D = rounded(pooled_D, out)
+        inverse = tl.rsqrt(tl.sum(pooled_D * pooled_D, 0) / D + eps)
+        weight_D = tl.load(norm_weight + d_D, is_channel_D, 0.0)
+        entry_1D = (pooled_D * inverse * weight_D)[None, :]
+        if ROPE:
+            entry_1D = rounded(entry_1D, out)
+            token_1 = t + tl.zeros([1], tl.int64)
+            entry_1D = turned(
+                entry_1D, rotation, token_1, token_1 >= 0, 1, BD, D - ROPE, ROPE, False
+            )
+        entry_1D = rounded(entry_1D, out)
+        if cache is not None:
+            to_1D = cache + tl.load(targets + t) * cache_stride + d_D[None, :]
+            kept_1D = rounded(entry_1D, cache).to(cache.dtype.element_ty)
+            tl.store(to_1D, kept_1D, is_channel_D[None, :])
+    to_1D = out + t * D + d_D[None, :]
+    tl.store(to_1D, entry_1D.to(out.dtype.element_ty), is_channel_D[None, :])
+
+
+def compress_step(
+    launch: Launcher,
+    case: CompressCase,
+    state_TW: torch.Tensor,
+    bias_RW: torch.Tensor,
+    phase_T: torch.Tensor,
+    ring_NW: torch.Tensor,
+    ring_rows_T: torch.Tensor,
+    closing_TS: torch.Tensor,
+    norm_weight_D: torch.Tensor,
+    rotation_TR2: torch.Tensor,
+    cache_MD: torch.Tensor | None,
+    target_rows_T: torch.Tensor,
+) -> torch.Tensor:
+    rows = len(state_TW)
+    entries_TD = state_TW.new_empty(rows, case.width, dtype=TORCH_DTYPES[case.dtype])
+    width, span = triton.next_power_of_2(case.width), triton.next_power_of_2(case.span)
+    tokens = min(span, max(1, _TILE // width))
+    launch(
+        take_in,
+        (rows,),
+        state_TW,
+        bias_RW,
+        phase_T,
+        ring_NW,
+        ring_rows_T,
+        closing_TS.contiguous(),
+        norm_weight_D,
+        rotation_TR2.contiguous() if case.rope_width else None,
+        entries_TD,
+        cache_MD,
+        target_rows_T,
+        state_TW.stride(0),
+        0 if cache_MD is None else cache_MD.stride(0),
+        case.eps,
+        num_warps=8 if tokens * case.width > 2048 else 4,
+        RATIO=case.ratio,
+        SPAN=case.span,
+        OVERLAP=case.overlap,
+        W=case.row_width,
+        BW=triton.next_power_of_2(case.row_width),
+        D=case.width,
+        ROPE=case.rope_width,
+        S=tokens,
+        BD=width,
+    )
+    return entries_TD
+
+
 def compress_decode(
     launch: Launcher,
     case: CompressCase,
@@ -156,4 +291,5 @@ def _pool(
 BACKENDS = (
     Declared("attention.compress", compress),
     Declared("attention.compress_decode", compress_decode),
+    Declared("attention.compress_step", compress_step),
 )

@@ -49,7 +49,7 @@ def ring_rows(slot, position, back: tl.constexpr, N: tl.constexpr, ring):
 
 @triton.jit
 def window_numbers(
-    t, position, slot, tables, table_stride, spare_block, numbers, rotation, table, frequency, ring,
+    t, position, slot, tables, table_stride, numbers, rotation, table, frequency, ring,
     RATIO: tl.constexpr, SPAN: tl.constexpr, BS: tl.constexpr, T, BLOCK: tl.constexpr,
     R: tl.constexpr, BR: tl.constexpr, TABLE: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
@@ -63,7 +63,7 @@ def window_numbers(
     place = tl.where(position < 0, (position % ring + ring) % ring, position % ring)
     per_block: tl.constexpr = BLOCK // RATIO
     block = tl.load(tables + slot * table_stride + window // per_block)
-    target = tl.where(closes, block * per_block + window % per_block, spare_block * per_block)
+    target = tl.where(closes, block * per_block + window % per_block, -1)
     tl.store(numbers + t, phase)
     tl.store(numbers + T + t, slot * ring + place)
     tl.store(numbers + 2 * T + t, target)
@@ -87,10 +87,10 @@ def entry_piece(
     tl.store(rows + t * (entries + 1) + e_E, row_E, e_E <= entries)
 
 
-@triton.jit(do_not_specialize=["T", "spare_block", "entries0", "entries1", "pieces0"],
+@triton.jit(do_not_specialize=["T", "entries0", "entries1", "pieces0"],
             do_not_specialize_on_alignment=["tables"])  # fmt: skip
 def index_step(
-    positions, slots, tables, table_stride, spare_block,
+    positions, slots, tables, table_stride,
     sliding, sliding_frequency, compressing, compressing_frequency,
     angles, latents, numbers0, numbers1, entry_rows0, entry_rows1,
     T, window_ring, ring0, ring1, entries0, entries1, pieces0,
@@ -121,13 +121,13 @@ def index_step(
         tl.store(latents + T + t * W + w_W, list_W, w_W < W)
         if RATIO0:
             window_numbers(
-                t, position, slot, tables, table_stride, spare_block, numbers0,
+                t, position, slot, tables, table_stride, numbers0,
                 angles + 2 * T * R, compressing, compressing_frequency, ring0,
                 RATIO0, SPAN0, BS0, T, BLOCK, R, BR, TABLE, INTERPRETED,
             )  # fmt: skip
         if RATIO1:
             window_numbers(
-                t, position, slot, tables, table_stride, spare_block, numbers1,
+                t, position, slot, tables, table_stride, numbers1,
                 angles + 3 * T * R, compressing, compressing_frequency, ring1,
                 RATIO1, SPAN1, BS1, T, BLOCK, R, BR, TABLE, INTERPRETED,
             )  # fmt: skip
@@ -150,7 +150,6 @@ def index_decode(
     positions_T: torch.Tensor,
     slots_T: torch.Tensor,
     tables_NM: torch.Tensor,
-    spare_block: int,
     draft_rows: int,
     sliding: Angles,
     compressing: Angles,
@@ -172,7 +171,6 @@ def index_decode(
         slots_T,
         tables_NM,
         tables_NM.stride(0),
-        spare_block,
         *sliding,
         *compressing,
         angles_NTR2,
