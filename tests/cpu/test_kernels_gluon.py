@@ -16,7 +16,7 @@ from metainfer.kernels.reference import attention as reference
 from metainfer.kernels.reference.formats import decode_e2m1, decode_e4m3
 from metainfer.kernels.triton import attention_decode
 from metainfer.kernels.triton.attention_decode import Tile, tile_of
-from metainfer.kernels.triton.decode_rows import E2M1_WORDS, E4M3_WORDS
+from metainfer.kernels.triton.code_words import E2M1_TO_BF16, E4M3_TO_BF16
 from metainfer.ops.attention import AttentionCase
 from tests.fakes.gluon_machine import GluonLauncher
 from tests.fakes.ptx_words import assembly
@@ -99,7 +99,7 @@ def test_every_e4m3_code_is_decoded_exactly(power: int) -> None:
     words = codes | codes.flip(0) << 8 | codes << 16 | codes.flip(0) << 24
     scale = 0x0040 if power == -127 else (power + 127) << 7
     scales = torch.full_like(words, scale | scale << 16)
-    actual = numbers(assembly(E4M3_WORDS.value, 2, [words, scales]))
+    actual = numbers(assembly(E4M3_TO_BF16.value, 2, [words, scales]))
     both = torch.stack([codes, codes.flip(0), codes, codes.flip(0)], dim=-1).to(torch.uint8)
     expected = decode_e4m3(both).double() * 2.0**power
     # What bf16 cannot hold is rounded as it rounds.
@@ -112,7 +112,7 @@ def test_every_e2m1_code_is_decoded_exactly() -> None:
     for scale in (0.001953125, 1.0, 0.8125, 448.0):
         half = int(torch.tensor(scale).view(torch.int32)) >> 16
         scales = torch.full_like(words, half | half << 16)
-        actual = numbers(assembly(E2M1_WORDS.value, 4, [words, scales]))
+        actual = numbers(assembly(E2M1_TO_BF16.value, 4, [words, scales]))
         packed = torch.stack([words >> shift & 0xFF for shift in (0, 8, 16, 24)], dim=-1)
         expected = decode_e2m1(packed.to(torch.uint8)).double() * scale
         assert torch.equal(actual, expected)

@@ -19,10 +19,10 @@ from metainfer.kernels.reference.dequantise import E2M1_VALUES, fp4_group
 from metainfer.kernels.reference.formats import decode_e4m3
 from metainfer.kernels.registry import Backend, Registry
 from metainfer.kernels.triton import moe, moe_weights
+from metainfer.kernels.triton.code_words import E2M1_TO_BF16_BY_NIBBLE, E2M1_TO_E4M3_BY_NIBBLE
 from metainfer.kernels.triton.launch import JitLauncher
 from metainfer.kernels.triton.moe_order import order
 from metainfer.kernels.triton.moe_tiles import Tile, Tiles, tiles_of
-from metainfer.kernels.triton.moe_unpack import TO_BF16, TO_E4M3
 from metainfer.ops.catalogue import OPS
 from metainfer.ops.kernel_order import REFERENCE
 from metainfer.ops.moe import ExpertsFp8RowsCase
@@ -56,7 +56,7 @@ def test_bytes_in_registers_become_e4m3() -> None:
     words = words_of(256)
     for shift in range(-5, 7):
         added = torch.full_like(words, (shift + 5 << 3) * 0x01010101)
-        halves = assembly(TO_E4M3.value, 2, [words, added])
+        halves = assembly(E2M1_TO_E4M3_BY_NIBBLE.value, 2, [words, added])
         for place, codes in enumerate(halves):
             numbers = decode_e4m3(bytes_of(codes).to(torch.uint8))
             expected = e2m1(bytes_of(words) >> (4 * place) & 15) * 2.0**shift
@@ -69,7 +69,7 @@ def test_bytes_in_registers_become_bf16(scale: float) -> None:
     words = words_of(256)
     half = int(torch.tensor(scale).bfloat16().view(torch.int16)) & 0xFFFF
     pair = torch.full_like(words, half * 0x00010001)
-    results = assembly(TO_BF16.value, 4, [words, pair, pair])
+    results = assembly(E2M1_TO_BF16_BY_NIBBLE.value, 4, [words, pair, pair])
     for place in (0, 1):
         pairs = torch.stack(results[2 * place : 2 * place + 2], 1)
         bits = torch.stack([pairs & 0xFFFF, pairs >> 16], 2).flatten(1)

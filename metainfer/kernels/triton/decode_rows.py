@@ -6,9 +6,7 @@ N keys, G blocks that share a scale, B words of four bytes of a block. (The comp
 each byte of a tensor of bytes in a register of its own.) What comes out are words too, of two
 channels in bf16.
 
-Every code is decoded by integer operations on pairs, which every GPU does equally fast. e4m3: the
-bits of a code are put where bf16 has exponent and mantissa, and two exact products, with a power
-of two and with the scale, make the number. e2m1: the eight magnitudes come from a table.
+Codes are decoded eight or four at a time (`code_words`).
 """
 
 from __future__ import annotations
@@ -20,66 +18,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from metainfer.kernels.triton.code_words import E2M1_TO_BF16, E4M3_TO_BF16
 from metainfer.kernels.triton.gluon_names import copy_async
 from metainfer.ops.formats import FORMATS
-
-# $2: four codes; $3: the scale twice. Codes become the upper bytes of halves; exponent and
-# mantissa move four bits down from the sign; times 2^120. A product of bf16 is a sum with -0.
-E4M3_WORDS = gl.constexpr(
-    """{
-    .reg .b32 a, b, s, t, big, zero;
-    mov.b32 big, 0x7B807B80;
-    mov.b32 zero, 0x80008000;
-    prmt.b32 a, $2, 0, 0x1404;
-    prmt.b32 b, $2, 0, 0x3424;
-    and.b32 s, a, zero;
-    and.b32 t, b, zero;
-    shr.u32 a, a, 4;
-    shr.u32 b, b, 4;
-    and.b32 a, a, 0x07F007F0;
-    and.b32 b, b, 0x07F007F0;
-    or.b32 a, a, s;
-    or.b32 b, b, t;
-    fma.rn.bf16x2 a, a, big, zero;
-    fma.rn.bf16x2 b, b, big, zero;
-    fma.rn.bf16x2 $0, a, $3, zero;
-    fma.rn.bf16x2 $1, b, $3, zero;
-    }"""
-)
-# $4: eight codes; $5: the scale twice. Codes without signs choose upper and lower bytes of the
-# magnitudes in bf16; a byte's sign is spread over another byte and masked.
-E2M1_WORDS = gl.constexpr(
-    """{
-    .reg .b32 c, d, h, l, m, n, s, w, zero;
-    mov.b32 zero, 0x80008000;
-    and.b32 c, $4, 0x77777777;
-    shr.u32 d, c, 16;
-    shl.b32 w, $4, 4;
-    prmt.b32 h, 0x3F3F3F00, 0x40404040, c;
-    prmt.b32 l, 0xC0800000, 0xC0804000, c;
-    prmt.b32 m, 0x3F3F3F00, 0x40404040, d;
-    prmt.b32 n, 0xC0800000, 0xC0804000, d;
-    prmt.b32 s, w, $4, 0xD9C8;
-    and.b32 s, s, 0x80808080;
-    or.b32 h, h, s;
-    prmt.b32 s, w, $4, 0xFBEA;
-    and.b32 s, s, 0x80808080;
-    or.b32 m, m, s;
-    prmt.b32 c, l, h, 0x5140;
-    prmt.b32 d, l, h, 0x7362;
-    prmt.b32 l, n, m, 0x5140;
-    prmt.b32 h, n, m, 0x7362;
-    fma.rn.bf16x2 $0, c, $5, zero;
-    fma.rn.bf16x2 $1, d, $5, zero;
-    fma.rn.bf16x2 $2, l, $5, zero;
-    fma.rn.bf16x2 $3, h, $5, zero;
-    }"""
-)
 
 as_words = getattr(gl.shared_memory_descriptor, "reinterpret", None) or (
     gl.shared_memory_descriptor._reinterpret  # before Triton 3.9
 )
-
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -334,12 +279,12 @@ def decoded(codes_NGB, scales_NG, SCALE: gl.constexpr, CODE: gl.constexpr):
     pair_NG1 = scale_pairs(scales_NG, SCALE)[:, :, None]
     if CODE == "e4m3":
         first, second = gl.inline_asm_elementwise(
-            E4M3_WORDS, "=&r,=&r,r,r", [codes_NGB, pair_NG1], (gl.int32, gl.int32), True, 1
+            E4M3_TO_BF16, "=&r,=&r,r,r", [codes_NGB, pair_NG1], (gl.int32, gl.int32), True, 1
         )  # fmt: skip
         words_NW = gl.join(first, second).reshape([N, 2 * CODES])
     else:
         first, second, third, fourth = gl.inline_asm_elementwise(
-            E2M1_WORDS, "=&r,=&r,=&r,=&r,r,r", [codes_NGB, pair_NG1],
+            E2M1_TO_BF16, "=&r,=&r,=&r,=&r,r,r", [codes_NGB, pair_NG1],
             (gl.int32, gl.int32, gl.int32, gl.int32), True, 1,
         )  # fmt: skip
         # Pairs of pairs: the last index counts from 0 to 3.
