@@ -6,27 +6,15 @@ has 69,187 tensors of 159,609,485,896 bytes, the `total_size` of the release.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from metainfer.arch.record import Arch, LayerKind, RouterKind, WeightFormat
+from metainfer.arch.tensors import TensorSpec, matrix
 from metainfer.core.dtypes import DType
 
+__all__ = ["MTP_PREFIX", "TensorSpec", "iterate", "manifest", "plain_dtype", "total_bytes"]
+
 MTP_PREFIX = "mtp."  # drafting blocks: recognised in files, not used
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """One stored tensor. FP4 matrices are I8 [out, in / 2]: two codes a byte."""
-
-    name: str
-    dtype: DType
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.size_bytes
 
 
 def manifest(arch: Arch) -> dict[str, TensorSpec]:
@@ -39,19 +27,24 @@ def total_bytes(arch: Arch) -> int:
     return sum(spec.nbytes for spec in iterate(arch))
 
 
-def iterate(arch: Arch) -> Iterator[TensorSpec]:
-    """The tensors one by one. Those of a DSpark drafter (mtp.*) are not described."""
+def iterate(arch: Arch, every_expert: bool = True) -> Iterator[TensorSpec]:
+    """The tensors one by one. Those of a DSpark drafter (mtp.*) are not described.
+
+    Args:
+        every_expert: otherwise the first routed expert of a layer stands for all.
+    """
+    routed = arch.num_experts if every_expert else 1
     plain = plain_dtype(arch)
     width, streams = arch.hidden_size, arch.hc_mult
     yield TensorSpec("embed.weight", plain, (arch.vocab_size, width))
     for layer in arch.layers:
         prefix = f"layers.{layer.index}."
-        yield from _block(arch, prefix, layer.kind, layer.ratio, layer.router)
+        yield from _block(arch, prefix, layer.kind, layer.ratio, layer.router, routed)
     yield TensorSpec("norm.weight", plain, (width,))
     yield TensorSpec("head.weight", plain, (arch.vocab_size, width))
     yield from _hyper_connection(streams, streams * width, "hc_head", 1)
     for index in range(arch.num_mtp_layers):
-        yield from _mtp_block(arch, f"{MTP_PREFIX}{index}.")
+        yield from _mtp_block(arch, f"{MTP_PREFIX}{index}.", routed)
 
 
 def plain_dtype(arch: Arch) -> DType:
@@ -60,7 +53,7 @@ def plain_dtype(arch: Arch) -> DType:
 
 
 def _block(
-    arch: Arch, prefix: str, kind: LayerKind, ratio: int, router: RouterKind
+    arch: Arch, prefix: str, kind: LayerKind, ratio: int, router: RouterKind, routed: int
 ) -> Iterator[TensorSpec]:
     plain = plain_dtype(arch)
     width, streams = arch.hidden_size, arch.hc_mult
@@ -76,7 +69,7 @@ def _block(
         )
     if kind is LayerKind.COMPRESSED_SPARSE:
         yield from _indexer(arch, f"{prefix}attn.indexer.", ratio)
-    yield from _experts(arch, f"{prefix}ffn.", router)
+    yield from _experts(arch, f"{prefix}ffn.", router, routed)
 
 
 def _hyper_connection(rows: int, columns: int, name: str, scales: int) -> Iterator[TensorSpec]:
@@ -119,7 +112,7 @@ def _indexer(arch: Arch, prefix: str, ratio: int) -> Iterator[TensorSpec]:
     yield from _compressor(arch, f"{prefix}compressor.", ratio, 2 * width, width)
 
 
-def _experts(arch: Arch, prefix: str, router: RouterKind) -> Iterator[TensorSpec]:
+def _experts(arch: Arch, prefix: str, router: RouterKind, routed: int) -> Iterator[TensorSpec]:
     width, inner = arch.hidden_size, arch.moe_intermediate_size
     shape = (arch.num_experts, width)
     yield TensorSpec(f"{prefix}gate.weight", plain_dtype(arch), shape)
@@ -128,7 +121,7 @@ def _experts(arch: Arch, prefix: str, router: RouterKind) -> Iterator[TensorSpec
         yield TensorSpec(f"{prefix}gate.tid2eid", DType.I64, table)
     else:
         yield TensorSpec(f"{prefix}gate.bias", DType.F32, (arch.num_experts,))
-    groups = [(f"{prefix}experts.{n}.", arch.quantisation.experts) for n in range(arch.num_experts)]
+    groups = [(f"{prefix}experts.{n}.", arch.quantisation.experts) for n in range(routed)]
     groups.append((f"{prefix}shared_experts.", arch.quantisation.linear))
     for expert, weight_format in groups:
         yield from _matrix(arch, f"{expert}w1", weight_format, inner, width)
@@ -136,9 +129,9 @@ def _experts(arch: Arch, prefix: str, router: RouterKind) -> Iterator[TensorSpec
         yield from _matrix(arch, f"{expert}w3", weight_format, inner, width)
 
 
-def _mtp_block(arch: Arch, prefix: str) -> Iterator[TensorSpec]:
+def _mtp_block(arch: Arch, prefix: str, routed: int) -> Iterator[TensorSpec]:
     plain, width = plain_dtype(arch), arch.hidden_size
-    yield from _block(arch, prefix, LayerKind.SLIDING, 0, RouterKind.LEARNED)
+    yield from _block(arch, prefix, LayerKind.SLIDING, 0, RouterKind.LEARNED, routed)
     for name in ("e_proj", "h_proj"):
         yield from _matrix(arch, f"{prefix}{name}", arch.quantisation.linear, width, width)
     for name in ("enorm", "hnorm", "norm"):
@@ -150,18 +143,4 @@ def _matrix(
     arch: Arch, prefix: str, weight_format: WeightFormat, rows: int, columns: int
 ) -> Iterator[TensorSpec]:
     """A linear layer's weight [rows, columns] in its stored format."""
-    quantisation = arch.quantisation
-    match weight_format:
-        case WeightFormat.F32:
-            yield TensorSpec(f"{prefix}.weight", DType.F32, (rows, columns))
-        case WeightFormat.BF16:
-            yield TensorSpec(f"{prefix}.weight", DType.BF16, (rows, columns))
-        case WeightFormat.FP8_BLOCK:
-            block_rows, block_columns = quantisation.fp8_block
-            shape = (-(-rows // block_rows), -(-columns // block_columns))
-            yield TensorSpec(f"{prefix}.weight", DType.F8_E4M3, (rows, columns))
-            yield TensorSpec(f"{prefix}.scale", quantisation.fp8_scale_dtype, shape)
-        case WeightFormat.FP4_GROUP:
-            groups = columns // quantisation.fp4_group
-            yield TensorSpec(f"{prefix}.weight", DType.I8, (rows, columns // 2))
-            yield TensorSpec(f"{prefix}.scale", DType.F8_E8M0, (rows, groups))
+    return matrix(arch.quantisation, prefix, weight_format, rows, columns)

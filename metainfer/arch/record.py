@@ -30,6 +30,7 @@ class WeightFormat(StrEnum):
     BF16 = "bf16"
     FP8_BLOCK = "fp8_block"  # e4m3 codes, one scale per block of rows x columns
     FP4_GROUP = "fp4_group"  # e2m1 codes in pairs, one e8m0 scale per 32 columns
+    NVFP4 = "nvfp4"  # e2m1 codes in pairs, one e4m3 scale per 16 columns, one fp32 for all
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,70 +1,13 @@
-"""Records of the ledger of one rank: what is asked, and the lines that answer.
-
-`plan.ledger_ranks.rank_ledger(shape, machine, layouts, workload, formats)` makes a `RankLedger`;
-`shape` is an `arch.shapes.ModelShape`.
-"""
+"""Records of the ledger of one rank, which `plan.ledger_ranks` makes."""
 
 from __future__ import annotations
 
 import textwrap
 from dataclasses import dataclass
 
-from metainfer.core.errors import UserError
 from metainfer.core.units import format_bytes
 
-RELEASED = "released"
-"""As the vendor's files have it."""
-LINEAR_FORMATS = (RELEASED, "bf16", "fp8")
-EXPERT_FORMATS = (RELEASED, "bf16", "fp8", "mxfp4", "nvfp4")
-LATENT_FORMATS = (RELEASED, "bf16", "fp8")
-INDEX_FORMATS = (RELEASED, "bf16", "fp8", "fp4")
-ENGRAM_PLACES = ("gpu", "host", "disk")
-
 _WIDTH = 100
-
-
-@dataclass(frozen=True, slots=True)
-class LedgerFormats:
-    """How weights and caches are kept, and what else than the layout sets the amounts.
-
-    Attributes:
-        linear: of attention, shared experts and dense layers: one of `LINEAR_FORMATS`.
-        experts: of routed experts: one of `EXPERT_FORMATS`.
-        latents: of latents and entries: one of `LATENT_FORMATS`.
-        index_keys: one of `INDEX_FORMATS`.
-        engram: where Engram tables lie: one of `ENGRAM_PLACES`. On GPUs they are divided.
-        draft: whether the drafting blocks are loaded.
-        draft_rows: rows of a sequence that a decode step checks beside its own.
-        chunk_tokens: rows of a prefill step, over all ranks that share it.
-        memory_share: of each GPU's memory that may be taken, runtime and reserve included.
-    """
-
-    linear: str = RELEASED
-    experts: str = RELEASED
-    latents: str = RELEASED
-    index_keys: str = RELEASED
-    engram: str = "gpu"
-    draft: bool = False
-    draft_rows: int = 0
-    chunk_tokens: int = 8192
-    memory_share: float = 1.0
-
-    def __post_init__(self) -> None:
-        """Raises UserError for a word that is none of the choices."""
-        choices = {
-            "linear": LINEAR_FORMATS,
-            "experts": EXPERT_FORMATS,
-            "latents": LATENT_FORMATS,
-            "index_keys": INDEX_FORMATS,
-            "engram": ENGRAM_PLACES,
-        }
-        for name, known in choices.items():
-            value = getattr(self, name)
-            if value not in known:
-                raise UserError(
-                    f"{name.replace('_', ' ')} is {value!r}, which is no choice",
-                    hint="choices: " + ", ".join(known),
-                )
 
 
 @dataclass(frozen=True, slots=True)
