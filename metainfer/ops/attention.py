@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
-from metainfer.core.errors import UserError
 from metainfer.ops.base import ELEMENT_BYTES, Cost, Load, Op, seen_in_all
 from metainfer.ops.formats import FORMATS
 
@@ -67,19 +65,6 @@ class MergeCase:
     heads: int
     width: int
     dtype: str = "bfloat16"
-
-
-Case = TypeVar("Case", AttentionCase, MergeCase)
-
-
-def divide_heads(case: Case, ranks: int) -> Case:
-    """The case of one of `ranks` ranks that share the heads."""
-    if case.heads % ranks:
-        raise UserError(
-            f"{case.heads} attention heads cannot be shared by {ranks} ranks",
-            hint="choose a tensor parallel size that divides the heads",
-        )
-    return replace(case, heads=case.heads // ranks)
 
 
 def row_bytes(row_format: str, width: int, dtype: str) -> int:

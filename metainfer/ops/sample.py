@@ -6,9 +6,6 @@ from dataclasses import dataclass
 
 from metainfer.ops.base import Cost, Load, Op
 
-MOST_TOPS = 20
-"""Alternatives beside a token whose log-probabilities can be asked for."""
-
 NOT_FINITE, NOTHING_LEFT = 1, 2
 """Why a row has no token, as `sample.draw` says it; 0 where it has one."""
 
