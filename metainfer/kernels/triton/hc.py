@@ -214,7 +214,7 @@ def _collapse(
 
 def _mixed_rows(rows: int) -> int:
     """Rows whose rounds one program does."""
-    return 4 if rows <= 64 else 16
+    return 1 if rows <= _FEW_ROWS else 16
 
 
 def _finishing(case: HyperCase, rows: int, mixes: bool, collapses: bool) -> int:

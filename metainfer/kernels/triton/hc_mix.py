@@ -157,11 +157,11 @@ def finish_mixes(
 def sinkhorn(comb_RSS, eps, ITERATIONS: tl.constexpr):
     """Softmax of rows, then rounds of division by column sums and row sums, eps as the contract."""
     comb_RSS = tl.exp(comb_RSS - tl.max(comb_RSS, 2)[:, :, None])
-    comb_RSS = comb_RSS / tl.sum(comb_RSS, 2)[:, :, None] + eps
-    comb_RSS = comb_RSS / (tl.sum(comb_RSS, 1)[:, None, :] + eps)
+    comb_RSS = comb_RSS * (1.0 / tl.sum(comb_RSS, 2))[:, :, None] + eps
+    comb_RSS = comb_RSS * (1.0 / (tl.sum(comb_RSS, 1) + eps))[:, None, :]
     for _ in range(ITERATIONS - 1):
-        comb_RSS = comb_RSS / (tl.sum(comb_RSS, 2)[:, :, None] + eps)
-        comb_RSS = comb_RSS / (tl.sum(comb_RSS, 1)[:, None, :] + eps)
+        comb_RSS = comb_RSS * (1.0 / (tl.sum(comb_RSS, 2) + eps))[:, :, None]
+        comb_RSS = comb_RSS * (1.0 / (tl.sum(comb_RSS, 1) + eps))[:, None, :]
     return comb_RSS
 
 
