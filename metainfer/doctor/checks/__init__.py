@@ -1,0 +1,1 @@
+"""Checks, a file for each subject. A module here lists its own in `CHECKS`."""
