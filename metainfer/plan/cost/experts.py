@@ -14,7 +14,7 @@ def touched(experts: int, selected: int, rows: float, parts: int = 1) -> float:
     """
     if not experts:
         return 0.0
-    free = (1.0 - selected / experts) ** rows
+    free = math.pow(1.0 - selected / experts, rows)
     hit = 1.0 - free
     held = experts / parts
     mean = held * hit

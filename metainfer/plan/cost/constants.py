@@ -1,0 +1,104 @@
+"""The constants of the cost model: few, physical, each with its source, in one data file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from metainfer.core.errors import UserError
+
+_FILE = Path(__file__).parent / "constants.json"
+
+MEASURED, PUBLISHED, INFERRED = "measured", "published", "inferred"
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """How an engine uses a machine.
+
+    Attributes:
+        name, meaning: what it stands for.
+        rates: factors on rates, by kind of work.
+        passes: how often small operations go over their bytes; 1 where they are fused.
+        ramp: factor on what a kernel takes beside its bytes and operations.
+        step_us, chunk_us: of the host for a decode step and a chunk of a prompt.
+        collectives: ways that it knows, as `transfers` names them.
+        exact_wire: gathers rows in e4m3 where experts round them to it anyway.
+        shards_tokens: can divide the tokens of a prompt over ranks.
+        replays: leaves out what a model's prompts need not run (`ModelShape.replays_from`).
+        hidden: share of transfers in prefill that run under computation.
+    """
+
+    name: str
+    meaning: str
+    rates: Mapping[str, float]
+    passes: float
+    ramp: float
+    step_us: float
+    chunk_us: float
+    collectives: tuple[str, ...]
+    exact_wire: bool
+    shards_tokens: bool
+    replays: bool
+    hidden: float
+
+
+@dataclass(frozen=True, slots=True)
+class Constants:
+    """Attributes:
+    uncertainty: of an input, by its origin.
+    efficiency: by architecture ("sm_120") and kind of work, share of the nominal rate.
+    peak: by architecture and format, operations of a multiprocessor a clock.
+    kernels, transfers: values by name.
+    profiles: engines by name.
+    """
+
+    uncertainty: Mapping[str, float]
+    efficiency: Mapping[str, Mapping[str, float]]
+    peak: Mapping[str, Mapping[str, float]]
+    kernels: Mapping[str, Any]
+    transfers: Mapping[str, Any]
+    profiles: Mapping[str, Profile]
+
+    def profile(self, name: str) -> Profile:
+        if name not in self.profiles:
+            raise UserError(
+                f"there is no engine profile '{name}'", hint="profiles: " + ", ".join(self.profiles)
+            )
+        return self.profiles[name]
+
+    def transfer(self, name: str) -> float:
+        value: float = self.transfers[name]
+        return value
+
+    def kernel(self, name: str) -> float:
+        value: float = self.kernels[name]
+        return value
+
+
+def read_constants() -> Constants:
+    given = json.loads(_FILE.read_text(encoding="utf-8"))
+    return Constants(
+        uncertainty=_values(given["uncertainty"]),
+        efficiency={arch: _numbers(row) for arch, row in given["efficiency"].items()},
+        peak={arch: _numbers(row) for arch, row in given["peak"].items() if isinstance(row, dict)},
+        kernels=_values(given["kernels"]),
+        transfers=_values(given["transfers"]),
+        profiles={name: _profile(name, row) for name, row in given["profiles"].items()},
+    )
+
+
+def _values(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    return {name: row["value"] for name, row in rows.items()}
+
+
+def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in row.items() if not isinstance(value, str)}
+
+
+def _profile(name: str, row: Mapping[str, Any]) -> Profile:
+    given = {key: value for key, value in row.items() if key != "source"}
+    return Profile(name=name, **{**given, "collectives": tuple(row["collectives"])})
