@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from metainfer.arch.attention import AttentionLayer
+from metainfer.arch.shapes import EngramShape, ModelShape
 from metainfer.ops.attention import DENSE, AttentionCase, row_bytes
 from metainfer.ops.base import Cost, Load
 from metainfer.ops.catalogue import OPS
@@ -23,7 +24,15 @@ from metainfer.ops.norm import AddRmsNormCase, RmsNormFp8Case
 from metainfer.ops.quantise import QuantiseFp8Case
 from metainfer.ops.rope import NormRotateCase, RotateCase
 from metainfer.plan.cost.experts import touched
-from metainfer.plan.cost.shape import WEIGHT_BYTES, ModelShape, NgramTables
+from metainfer.plan.cost.shape import (
+    BF16,
+    F32,
+    FP8,
+    WEIGHT_BYTES,
+    expert_format,
+    linear_format,
+    replays_from,
+)
 
 ATTENTION, INDEXER, PRODUCTS, EXPERTS = "attention", "indexer", "products", "experts"
 STREAMS, SMALL, HEAD = "streams", "norms and rounding", "head"
@@ -81,6 +90,7 @@ class Share:
         kv_shards: ranks that divide entries.
         skew: rows of the busiest part over the mean.
         coded: caches and activations are bytes: the card multiplies e4m3.
+        replays: a prompt leaves out what it need not run (`shape.replays_from`).
     """
 
     rows: int
@@ -94,6 +104,7 @@ class Share:
     kv_shards: int = 1
     skew: float = 1.0
     coded: bool = True
+    replays: bool = True
 
     @property
     def own_rows(self) -> float:
@@ -106,8 +117,9 @@ def step_work(shape: ModelShape, share: Share) -> tuple[Part, ...]:
     found: list[Part] = []
     for layer, count in _kinds_of_layer(shape, share):
         found += [part.times(count) for part in counter.layer(*layer)]
-    if shape.tables is not None:
-        found += [part.times(shape.tables.layers) for part in counter.table(shape.tables)]
+    if shape.engram is not None:
+        tables = len(shape.engram.layers)
+        found += [part.times(tables) for part in counter.table(shape.engram)]
     found += counter.head()
     return tuple(merged(found))
 
@@ -139,13 +151,13 @@ though it runs short."""
 def _kinds_of_layer(shape: ModelShape, share: Share) -> list[tuple[Kind, int]]:
     """Layers that do the same, counted."""
     counts: dict[Kind, int] = {}
-    start = shape.replays_from
+    start = replays_from(shape) if share.replays else None
     window = shape.side.window * share.sequences
     trims = start is not None and not share.decode and share.rows > window
     for layer in shape.side.layers:
         short = trims and start is not None and layer.index >= start
         source = short and layer.index == start
-        kind = (replace(layer, index=0), layer.index >= shape.plain_layers, short, source)
+        kind = (replace(layer, index=0), layer.index >= shape.dense_layers, short, source)
         counts[kind] = counts.get(kind, 0) + 1
     return list(counts.items())
 
@@ -160,7 +172,8 @@ class _Counter:
         self._rows: float = share.own_rows
         self._expert_rows: float = share.rows
         self._heads = max(1, shape.side.heads // share.tensor)
-        self._operands = "fp8" if share.coded and shape.linear == "fp8" else "bf16"
+        self._linear = linear_format(shape)
+        self._operands = FP8 if share.coded and self._linear == FP8 else BF16
 
     def layer(self, layer: AttentionLayer, experts: bool, short: bool, source: bool) -> list[Part]:
         share = self._share
@@ -182,8 +195,8 @@ class _Counter:
         """Of the last row of each sequence."""
         shape, share = self._shape, self._share
         rows = share.rows if share.decode else share.sequences
-        weight = "bf16" if shape.linear != "f32" else "f32"
-        outputs = shape.vocab // share.tensor
+        weight = F32 if self._linear == F32 else BF16
+        outputs = shape.vocab_size // share.tensor
         moved = outputs * self._side.hidden_size * WEIGHT_BYTES[weight] + 4.0 * rows * outputs
         flops = 2.0 * rows * outputs * self._side.hidden_size
         return [Part(HEAD, "product bf16", rows, flops, moved, calls=4)]
@@ -247,7 +260,7 @@ class _Counter:
         elif layer.topk and layer.owns_queries:
             rows += index.width
         if rows:
-            found.append(self._product(rows, side.hidden_size, operands="bf16"))
+            found.append(self._product(rows, side.hidden_size, operands=BF16))
         return found
 
     def _indexer(self, layer: AttentionLayer) -> list[Part]:
@@ -269,7 +282,7 @@ class _Counter:
         shards = share.kv_shards if share.decode else 1
         scores = Part(INDEXER, work, self._rows, cost.flops / shards, cost.bytes / shards, 2)
         queries = self._product(index.heads * index.width, side.q_rank)
-        weights = self._product(index.heads, side.hidden_size, operands="bf16")
+        weights = self._product(index.heads, side.hidden_size, operands=BF16)
         codes = QuantiseFp8Case(index.heads, index.width)
         return [scores, queries, weights, self._op(SMALL, "quantise.fp8", codes)]
 
@@ -323,12 +336,12 @@ class _Counter:
         ranks = self._share.tensor * self._share.context
         rows = self._expert_rows
         if not experts:
-            inner = shape.plain_width // ranks
+            inner = shape.dense_width // ranks
             return self._gated(inner, rows)
-        route = RouteCase(shape.experts, shape.selected, side.hidden_size, 1.0)
+        route = RouteCase(shape.experts, shape.experts_per_token, side.hidden_size, 1.0)
         found = [self._op(SMALL, "moe.route_learned", route), self._routed()]
-        if shape.shared:
-            found += self._gated(shape.shared * shape.expert_width // ranks, rows)
+        if shape.shared_experts:
+            found += self._gated(shape.shared_experts * shape.expert_width // ranks, rows)
         return found
 
     def _gated(self, inner: int, rows: float) -> list[Part]:
@@ -345,25 +358,26 @@ class _Counter:
         shape, share = self._shape, self._share
         width, inner = self._side.hidden_size, shape.expert_width / share.slices
         rows = self._expert_rows
-        pairs = rows * shape.selected / share.expert
+        pairs = rows * shape.experts_per_token / share.expert
         if share.expert > 1:
             pairs *= share.skew
         per_expert = 3.0 * width * inner
-        read = touched(shape.experts, shape.selected, rows, share.expert)
-        moved = read * per_expert * WEIGHT_BYTES[shape.expert_format]
+        read = touched(shape.experts, shape.experts_per_token, rows, share.expert)
+        moved = read * per_expert * WEIGHT_BYTES[expert_format(shape)]
         # Inputs of a pair, both halves inside, what is rounded, and what is added up in fp32.
         moved += pairs * (width + 6.0 * inner) + 6.0 * rows * width
-        each = rows * shape.selected / shape.experts
-        work = f"experts {shape.expert_format}" if share.coded else "experts bf16"
+        each = rows * shape.experts_per_token / shape.experts
+        work = f"experts {expert_format(shape)}" if share.coded else "experts bf16"
         return Part(EXPERTS, work, each, 2.0 * pairs * per_expert, moved, 2, width=int(inner))
 
-    def table(self, tables: NgramTables) -> list[Part]:
+    def table(self, engram: EngramShape) -> list[Part]:
         """The product after the rows of a table, and the gates of streams."""
         side = self._side
         streams = side.streams.streams if side.streams else 1
         passes = 2.0 * 2 * (2 * streams + 1) * side.hidden_size * self._rows
         return [
-            self._product(tables.outputs, tables.inputs),
+            # A key for each stream, and one value.
+            self._product((streams + 1) * side.hidden_size, engram.rows_per_token * engram.width),
             Part(STREAMS, COPY, self._rows, 0.0, passes, 2),
         ]
 
@@ -387,16 +401,16 @@ class _Counter:
     ) -> Part:
         """One with a matrix [outputs, inputs] of the model's format, or of `operands`."""
         rows = self._rows if rows is None else rows
-        size = WEIGHT_BYTES[operands or self._shape.linear]
+        size = WEIGHT_BYTES[operands or self._linear]
         kind = operands or self._operands
-        moved = outputs * inputs * size + rows * (inputs * (1.0 if kind == "fp8" else 2.0))
+        moved = outputs * inputs * size + rows * (inputs * (1.0 if kind == FP8 else 2.0))
         moved += 2.0 * rows * outputs
         flops = 2.0 * rows * outputs * inputs
         return Part(PRODUCTS, f"product {kind}", rows, flops, moved, width=divided)
 
     def _grouped(self, outputs: int, inputs: int) -> Part:
         """A product for each head: keys and values brought to and from the latent's width."""
-        one = self._product(outputs, inputs, operands="bf16" if self._operands == "bf16" else "")
+        one = self._product(outputs, inputs, operands=BF16 if self._operands == BF16 else "")
         return replace(one.times(self._heads), calls=1.0)
 
     def _op(self, group: str, name: str, case: Any, rows: float | None = None) -> Part:
