@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from metainfer.arch.cache_kinds import blocks_for
@@ -19,13 +21,15 @@ from tests.fakes.machines import GIB, make_machine
 
 
 class Noting:
-    """Stands for a runner; notes what it is asked."""
+    """Stands for a runner; notes what it is asked. Each step takes `step_s`."""
 
-    def __init__(self) -> None:
+    def __init__(self, step_s: float = 0.0) -> None:
         self.asked: list[Step | str] = []
+        self._step_s = step_s
 
     def dry_run(self, step: Step) -> None:
         self.asked.append(step)
+        time.sleep(self._step_s)
 
     def capture(self) -> None:
         self.asked.append("capture")
@@ -66,3 +70,12 @@ def test_steps_keep_to_the_plan(device: str) -> None:
         assert any(0 < step.num_decode_sequences < len(step.sequences) for step in steps)
     else:
         assert len(steps) == 4
+
+
+def test_on_a_gpu_few_rows_do_not_tell_what_many_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """32 rows took 20 ms on an H200, as long as starting their kernels takes, and 8,192 took 40."""
+    monkeypatch.setattr("metainfer.llm.warmup._LONGEST_S", 0.01)
+    plan, runner = made("cuda", max_num_seqs=2, max_num_batched_tokens=2048), Noting(0.001)
+    warm_up(runner, plan)
+    rows = [step.num_rows for step in runner.asked if isinstance(step, Step)]
+    assert max(rows) == 2048 and set(row_classes(2048)) <= set(rows)
