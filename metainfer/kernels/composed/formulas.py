@@ -7,7 +7,9 @@ from metainfer.kernels.reference import BACKENDS as REFERENCES
 from metainfer.kernels.registry import Backend
 from metainfer.ops.kernel_order import COMPOSED
 
-_FORMULAS = ("norm.", "rope.", "hc.", "attention.compress", "moe.route", "moe.swiglu", "sample.")
+_FORMULAS = (
+    "norm.", "rope.", "hc.", "attention.compress", "moe.route", "moe.swiglu", "sample.", "step.",
+)  # fmt: skip
 
 
 BACKENDS: tuple[Backend, ...] = tuple(
