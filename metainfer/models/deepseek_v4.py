@@ -36,7 +36,7 @@ class DecoderLayer:
     ) -> torch.Tensor:
         """The streams of the rows that go on."""
         streams_TSD = self._around_attention(
-            streams_TSD, lambda x: self._attention(x, step, cache), step.wanted_rows_W
+            streams_TSD, lambda x: (self._attention(x, step, cache),), step.wanted_rows_W
         )
         token_ids_T = step.wanted(step.token_ids_T)
         return self._around_experts(

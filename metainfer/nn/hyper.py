@@ -41,23 +41,23 @@ class HyperConnection:
     def __call__(
         self,
         streams_TSD: torch.Tensor,
-        sublayer: Callable[[Rows], torch.Tensor],
+        sublayer: Callable[[Rows], tuple[torch.Tensor, ...]],
         rows_W: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The streams [T, S, D] after `sublayer` (rows of width D -> y_TD). Overwrites the
-        argument.
+        """The streams [T, S, D] after `sublayer` (rows of width D -> y_TD, in one or two
+        summands). Overwrites the argument.
 
         Args:
             rows_W: int64, rows of which `sublayer` gives y_WD and the streams are returned; None
                 for all.
         """
         u_TD, post_TS, comb_TSS = self._mix(streams_TSD)
-        y_TD = sublayer(self._norm(u_TD))
+        y_TD, *more = sublayer(self._norm(u_TD))
         if rows_W is not None:
             streams_TSD, post_TS, comb_TSS = (
                 of_rows.index_select(0, rows_W) for of_rows in (streams_TSD, post_TS, comb_TSS)
             )
-        return self._expand(streams_TSD, y_TD, post_TS, comb_TSS)
+        return self._expand(streams_TSD, y_TD, post_TS, comb_TSS, *more)
 
 
 class HyperHead:

@@ -37,7 +37,8 @@ class SharedExpert:
 
 
 class MixtureOfExperts:
-    """Rows of width D -> fp32 y_TD, summed over ranks.
+    """Rows of width D -> fp32 y_TD of the routed experts and y_TD of the shared one, which whoever
+    reads them adds, each summed over ranks.
 
     The shared expert runs beside the routed ones on the side stream, where there is one.
     """
@@ -87,14 +88,14 @@ class MixtureOfExperts:
 
     def __call__(
         self, x: Rows, token_ids_T: torch.Tensor, padding_T1: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """
         Args:
             padding_T1: bool, rows that need no expert; None where there is none.
         """
         if self._side_stream is None:
             y_TD = self._routed(x, token_ids_T, padding_T1)
-            return self._group.all_reduce(y_TD.add_(self._shared(x)))
+            return self._summed(y_TD, self._shared(x))
         main = torch.cuda.current_stream()
         self._side_stream.wait_stream(main)
         with torch.cuda.stream(self._side_stream):
@@ -102,7 +103,12 @@ class MixtureOfExperts:
         y_TD = self._routed(x, token_ids_T, padding_T1)
         # All that either stream reads is held until here, so memory is not used again too early.
         main.wait_stream(self._side_stream)
-        return self._group.all_reduce(y_TD.add_(shared_TD))
+        return self._summed(y_TD, shared_TD)
+
+    def _summed(
+        self, y_TD: torch.Tensor, shared_TD: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._group.all_reduce(y_TD), self._group.all_reduce(shared_TD)
 
     def _routed(
         self, x: Rows, token_ids_T: torch.Tensor, padding_T1: torch.Tensor | None

@@ -207,6 +207,7 @@ EXPAND = Op(
         y_TD: fp32 or bf16 [T, D].
         post_TS: fp32 [T, S].
         comb_TSS: fp32 [T, S, S].
+        more_TD: fp32 or bf16 [T, D], added to y in fp32 before anything else; None for nothing.
 
     Returns:
         streams_TSD: [T, S, D] in the case's stream_dtype; may share the memory of the argument.

@@ -136,6 +136,8 @@ VARIANTS: Mapping[str, Mapping[str, Maker]] = {
         **_rows(hc.expand, 0, 1, 7, 300),
         "fp32 y": partial(hc.expand, rows=5, dtype="float32"),
         "bf16 y": partial(hc.expand, rows=5, dtype="bfloat16"),
+        "bf16 more": partial(hc.expand, rows=3, dtype="float32", more="bfloat16"),
+        "fp32 more": partial(hc.expand, rows=3, more="float32"),
     },
     "hc.collapse": _rows(hc.collapse, 0, 1, 7),
     "hc.head": _rows(hc.head, 0, 1, 7),

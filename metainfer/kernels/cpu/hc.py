@@ -137,7 +137,10 @@ def expand(
     y_TD: torch.Tensor,
     post_TS: torch.Tensor,
     comb_TSS: torch.Tensor,
+    more_TD: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    if more_TD is not None:
+        y_TD = y_TD.float() + more_TD
     if is_one_tile(len(streams_TSD), case.streams * case.width):
         return _expand(streams_TSD, y_TD, post_TS, comb_TSS).to(streams_TSD.dtype)
     for tile in row_tiles(len(streams_TSD), case.streams * case.width):

@@ -43,11 +43,17 @@ def collapse(case: Any, draw: Draw, rows: int) -> Call:
     return Call((norm_weight_D,), (_streams(case, draw, rows), given_TS))
 
 
-def expand(case: Any, draw: Draw, rows: int, dtype: str = "") -> Call:
+def expand(case: Any, draw: Draw, rows: int, dtype: str = "", more: str = "") -> Call:
+    """
+    Args:
+        dtype: of y; "" for that of the case.
+        more: of what is added to it; "" for nothing.
+    """
     y_TD = draw.normal(rows, case.width, dtype=dtype or case.dtype)
     post_TS = draw.normal(rows, case.streams)
     comb_TSS = draw.normal(rows, case.streams, case.streams).softmax(-1)
-    return Call((), (_streams(case, draw, rows), y_TD, post_TS, comb_TSS))
+    added = (draw.normal(rows, case.width, dtype=more),) if more else ()
+    return Call((), (_streams(case, draw, rows), y_TD, post_TS, comb_TSS, *added))
 
 
 def head(case: Any, draw: Draw, rows: int) -> Call:

@@ -72,7 +72,10 @@ def expand(
     y_TD: torch.Tensor,
     post_TS: torch.Tensor,
     comb_TSS: torch.Tensor,
+    more_TD: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    if more_TD is not None:
+        y_TD = y_TD.float() + more_TD
     if len(streams_TSD) > FEW_ROWS:
         return torch_hc.expand(case, streams_TSD, y_TD, post_TS, comb_TSS)
     y_TD, post_TS, comb_TSS = y_TD.contiguous(), post_TS.contiguous(), comb_TSS.contiguous()

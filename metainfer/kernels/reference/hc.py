@@ -79,7 +79,10 @@ def expand(
     y_TD: torch.Tensor,
     post_TS: torch.Tensor,
     comb_TSS: torch.Tensor,
+    more_TD: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    if more_TD is not None:
+        y_TD = y_TD.float() + more_TD
     mixed_TSD = torch.einsum("tij,tid->tjd", comb_TSS, streams_TSD.float())
     added_TSD = post_TS[:, :, None] * y_TD.float()[:, None, :]
     return (mixed_TSD + added_TSD).to(streams_TSD.dtype)

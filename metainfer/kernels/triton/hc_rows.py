@@ -20,7 +20,7 @@ _CHANNELS = 1024  # of a row that one program expands
 
 @triton.jit(do_not_specialize=["T"])
 def expand_rows(
-    streams, y, post, comb, y_stride, T,
+    streams, y, more, post, comb, y_stride, more_stride, T,
     R: tl.constexpr, S: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Program (R rows, BD channels), in place."""
@@ -34,6 +34,9 @@ def expand_rows(
     x_RSD = tl.load(x_at_RSD, mask=mask_RD[:, None, :], other=0.0).to(tl.float32)
     y_at_RD = y + wide_R[:, None] * y_stride + d_D[None, :]
     y_RD = tl.load(y_at_RD, mask=mask_RD, other=0.0).to(tl.float32)
+    if more is not None:
+        more_at_RD = more + wide_R[:, None] * more_stride + d_D[None, :]
+        y_RD += tl.load(more_at_RD, mask=mask_RD, other=0.0).to(tl.float32)
     for j in tl.static_range(S):
         comb_at_RS = comb + wide_R[:, None] * (S * S) + (s_S * S + j)[None, :]
         comb_RS = tl.load(comb_at_RS, mask=mask_R[:, None], other=0.0)
@@ -82,6 +85,7 @@ def expand(
     y_TD: torch.Tensor,
     post_TS: torch.Tensor,
     comb_TSS: torch.Tensor,
+    more_TD: torch.Tensor | None = None,
     channels: int = _CHANNELS,
     warps: int = 4,
 ) -> torch.Tensor:
@@ -93,9 +97,11 @@ def expand(
         (triton.cdiv(rows, height), triton.cdiv(case.width, channels)),
         streams_TSD,
         y_TD,
+        more_TD,
         post_TS.contiguous(),
         comb_TSS.contiguous(),
         y_TD.stride(0),
+        0 if more_TD is None else more_TD.stride(0),
         rows,
         num_warps=warps,
         R=height,
