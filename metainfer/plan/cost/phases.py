@@ -1,0 +1,268 @@
+"""Phases: what a chunk of a prompt and a decode step take in a layout, and where the time goes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from metainfer.arch.shapes import ModelShape
+from metainfer.hardware.machine import Machine
+from metainfer.ops.attention import row_bytes
+from metainfer.ops.formats import INDEX_FORMATS
+from metainfer.plan.cost import experts
+from metainfer.plan.cost.constants import MEASURED, Constants, Profile
+from metainfer.plan.cost.rates import Rates
+from metainfer.plan.cost.shape import FP8, linear_format, replays_from
+from metainfer.plan.cost.transfers import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    REDUCE_SCATTER,
+    Exchange,
+    Transfers,
+)
+from metainfer.plan.cost.work import GROUPS, Share, step_work
+from metainfer.plan.layouts import Formats, Layout
+
+TRANSFERS, HOST, BUBBLES = "transfers", "host", "pipeline"
+ALL_GROUPS = (*GROUPS, TRANSFERS, HOST, BUBBLES)
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """Time of one kind, and what its rate or bandwidth rests on."""
+
+    group: str
+    seconds: float
+    origin: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Time of one step of all stages of a pipeline, one after the other."""
+
+    items: tuple[Item, ...]
+
+    @property
+    def seconds(self) -> float:
+        return sum(item.seconds for item in self.items)
+
+    def by_group(self) -> dict[str, float]:
+        """Groups that take time, in the order of `ALL_GROUPS`."""
+        sums = {
+            group: sum(item.seconds for item in self.items if item.group == group)
+            for group in ALL_GROUPS
+        }
+        return {group: seconds for group, seconds in sums.items() if seconds > 0}
+
+    def uncertainty(self, constants: Constants) -> float:
+        """One standard deviation as a share: what rests on one input errs together, inputs apart
+        from each other."""
+        weights: dict[tuple[str, str], float] = {}
+        for item in self.items:
+            key = (item.why, item.origin)
+            weights[key] = weights.get(key, 0.0) + item.seconds
+        whole = self.seconds or 1.0
+        shares = (
+            constants.uncertainty[origin] * seconds / whole
+            for (_, origin), seconds in weights.items()
+        )
+        return math.sqrt(sum(share * share for share in shares))
+
+
+def averaged(steps: Iterable[tuple[float, Step]]) -> Step:
+    """Steps weighted; the weights add up to 1."""
+    sums: dict[tuple[str, str, str], float] = {}
+    for weight, step in steps:
+        for item in step.items:
+            key = (item.group, item.origin, item.why)
+            sums[key] = sums.get(key, 0.0) + weight * item.seconds
+    return Step(tuple(Item(g, seconds, o, w) for (g, o, w), seconds in sums.items()))
+
+
+class Phases:
+    """Times of one model on one machine under one engine; equal questions are answered once."""
+
+    def __init__(
+        self, shape: ModelShape, machine: Machine, constants: Constants, profile: Profile
+    ) -> None:
+        self.shape = shape
+        self.constants = constants
+        self.profile = profile
+        self.rates = Rates(machine, constants, profile)
+        self.transfers = Transfers(machine, constants, profile)
+        self.problem = self.rates.problem or self.transfers.problem
+        self._work: dict[Share, tuple[Item, ...]] = {}
+        self._gathers_codes = (
+            profile.exact_wire and not self.problem and self._coded and linear_format(shape) == FP8
+        )
+
+    @property
+    def _coded(self) -> bool:
+        return self.rates.multiplies_fp8
+
+    def chunk(self, layout: Layout, formats: Formats, rows: int, tokens: int, seqs: int) -> Step:
+        """A prefill step of `rows` rows of `seqs` sequences, the last of which sees `tokens`."""
+        items = list(self._computed(self._share(layout, rows, tokens, seqs, decode=False)))
+        exposed = 1.0 - self.profile.hidden
+        for exchange, count in self._prefill_exchanges(layout, formats, rows, tokens):
+            items.append(_item(exchange, count * exposed))
+        items.append(Item(HOST, self.profile.chunk_us * 1e-6, MEASURED, "the host, a chunk"))
+        return Step(tuple(items))
+
+    def decode(self, layout: Layout, rows: int, tokens: int) -> Step:
+        """A decode step of `rows` sequences of `tokens` tokens in one replica, all stages."""
+        stages = layout.pipeline
+        each = max(1, math.ceil(rows / stages))
+        items = list(self._computed(self._share(layout, each, tokens, each, decode=True)))
+        for exchange, count in self._decode_exchanges(layout, each):
+            items.append(_item(exchange, count))
+        items.append(Item(HOST, self.profile.step_us * 1e-6, MEASURED, "the host, a step"))
+        return Step(tuple(items))
+
+    def _share(self, layout: Layout, rows: int, tokens: int, seqs: int, decode: bool) -> Share:
+        uneven = experts.skew(
+            self.shape.experts, layout.expert, self.constants.kernel("expert_variation")
+        )
+        return Share(
+            rows=rows,
+            tokens=tokens,
+            sequences=seqs,
+            decode=decode,
+            tensor=layout.tensor,
+            context=layout.context,
+            expert=layout.expert,
+            slices=layout.expert_slices,
+            kv_shards=layout.kv_shards if decode else 1,
+            skew=uneven,
+            coded=self._coded,
+            replays=self.profile.replays,
+        )
+
+    def _computed(self, share: Share) -> tuple[Item, ...]:
+        known = self._work.get(share)
+        if known is None:
+            found = []
+            for part in step_work(self.shape, share):
+                seconds, rate = self.rates.seconds(part, prefill=not share.decode)
+                found.append(Item(part.group, seconds, rate.origin, f"{part.work}: {rate.why}"))
+            known = self._work[share] = tuple(found)
+        return known
+
+    def _groups(self, layout: Layout) -> int:
+        return layout.replicas * layout.pipeline
+
+    def _prefill_exchanges(
+        self, layout: Layout, formats: Formats, rows: int, tokens: int
+    ) -> Iterable[tuple[Exchange, float]]:
+        """Exchanges of a chunk, and how many there are of each."""
+        side, layers = self.shape.side, self._layers_in_full(rows)
+        hidden, groups = side.hidden_size, self._groups(layout)
+        whole = 2.0 * rows * hidden
+        exchange = self.transfers.exchange
+        wire = {"bf16": 1.0, "fp8": 0.52, "int8": 0.52}[formats.wire]
+        if layout.tensor > 1:
+            # After attention, within the ranks that divide the heads of the same rows.
+            part = wire * whole / layout.context
+            some = groups * layout.context
+            yield exchange(ALL_REDUCE, part, layout.tensor, some), layers
+        if layout.context == 1 and layout.tensor > 1:
+            yield exchange(ALL_REDUCE, wire * whole, layout.tensor, groups), layers
+        elif layout.context > 1:
+            codes = 0.52 if self._gathers_codes else wire
+            # Strides of the tensor ranks lie apart; the whole group's links are what they share.
+            yield exchange(ALL_GATHER, codes * whole, layout.group, groups), layers
+            yield exchange(REDUCE_SCATTER, wire * whole, layout.group, groups), layers
+            if layout.tensor > 1:
+                part = wire * whole / layout.context
+                some = groups * layout.context
+                yield exchange(ALL_GATHER, part, layout.tensor, some), layers
+            yield from self._halo(layout, rows)
+        if layout.kv_shards > 1:
+            yield from self._gathered_context(layout, tokens)
+        if layout.pipeline > 1:
+            size = 2.0 * rows * hidden * self._streams / layout.group
+            yield self.transfers.send(size, self._groups(layout)), layout.pipeline - 1
+
+    @property
+    def _streams(self) -> int:
+        return self.shape.side.streams.streams if self.shape.side.streams else 1
+
+    def _layers_in_full(self, rows: int) -> float:
+        """Layers that all rows of a chunk go through, and what the others add."""
+        share = Share(rows, rows, 1, False, 1, 1, 1, 1, replays=self.profile.replays)
+        return full_layers(self.shape, share)
+
+    def _halo(self, layout: Layout, rows: int) -> Iterable[tuple[Exchange, float]]:
+        """Entries and index keys of a chunk's tokens to all ranks, and the latents before blocks
+        of 128 tokens."""
+        side, groups = self.shape.side, self._groups(layout)
+        if side.window:
+            size = rows * self._row_bytes(side.window_format, side.value_width)
+            yield (
+                self.transfers.exchange(ALL_GATHER, size, layout.context, groups),
+                len(side.layers),
+            )
+        for layer in side.owners():
+            size = rows / layer.ratio * self._row_bytes(side.entry_format, side.key_width)
+            if layer.topk:
+                size += rows / layer.ratio * self._key_bytes()
+            yield self.transfers.exchange(ALL_GATHER, size, layout.context, groups), 1
+
+    def _gathered_context(self, layout: Layout, tokens: int) -> Iterable[tuple[Exchange, float]]:
+        """Of sharded caches, all entries that a chunk sees, layer by layer."""
+        side, groups = self.shape.side, self._groups(layout)
+        for layer in side.owners():
+            size = tokens / layer.ratio * self._row_bytes(side.entry_format, side.key_width)
+            if layer.owns_queries:
+                size += tokens / layer.ratio * self._key_bytes()
+            yield self.transfers.exchange(ALL_GATHER, size, layout.kv_shards, groups), 1
+
+    def _decode_exchanges(self, layout: Layout, rows: int) -> Iterable[tuple[Exchange, float]]:
+        side, groups = self.shape.side, self._groups(layout)
+        exchange = self.transfers.exchange
+        layers, ranks = len(side.layers), layout.tensor
+        size = 2.0 * rows * side.hidden_size
+        if ranks > 1:
+            yield exchange(ALL_REDUCE, size, ranks, groups), 2 * layers
+            yield exchange(ALL_GATHER, 4.0 * rows * self.shape.vocab_size, ranks, groups), 1
+        if layout.kv_shards > 1:
+            shards = layout.kv_shards
+            heads = side.heads / ranks * shards
+            queries = 2.0 * rows * heads * side.key_width
+            results = 2.0 * rows * heads * (side.value_width + 2)
+            yield exchange(ALL_GATHER, queries, shards, groups * ranks // shards), layers
+            yield exchange(REDUCE_SCATTER, results, shards, groups * ranks // shards), layers
+            chosen = 8.0 * rows * shards * max((one.topk for one in side.choosers()), default=0)
+            yield (
+                exchange(ALL_GATHER, chosen, shards, groups * ranks // shards),
+                len(side.choosers()),
+            )
+        if layout.pipeline > 1:
+            size *= self._streams
+            yield self.transfers.send(size, groups), layout.pipeline - 1
+
+    def _row_bytes(self, form: str, width: int) -> float:
+        return row_bytes(form if self._coded else "dense", width, "bfloat16")
+
+    def _key_bytes(self) -> float:
+        index = self.shape.side.indexer
+        if not self._coded or index.key_formats[0] == "dense":
+            return 2.0 * index.width
+        form = INDEX_FORMATS[index.key_formats[0]]
+        return form.code_bytes + form.scale_bytes
+
+
+def full_layers(shape: ModelShape, share: Share) -> float:
+    """Layers, those that run over a window of a chunk's rows alone counted by that share."""
+    start = replays_from(shape) if share.replays else None
+    window = shape.side.window * share.sequences
+    if start is None or share.rows <= window:
+        return float(shape.num_layers)
+    return start + (shape.num_layers - start) * window / share.rows
+
+
+def _item(exchange: Exchange, count: float) -> Item:
+    why = f"{exchange.means}: {exchange.why}"
+    return Item(TRANSFERS, exchange.seconds * count, exchange.origin, why)

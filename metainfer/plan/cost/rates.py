@@ -1,0 +1,231 @@
+"""Rates: how fast the GPUs of a machine do each kind of work, and what that rests on.
+
+A rate that the machine's record has comes first. Otherwise it is the card's nominal rate, or that
+of its multiprocessors and clock, times what kernels of that architecture reach.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from metainfer.hardware.cards import card_of_gpu
+from metainfer.hardware.curves import Rate
+from metainfer.hardware.facts import NOT_ASKED, Unknown
+from metainfer.hardware.machine import Gpu, Machine
+from metainfer.plan.cost.constants import INFERRED, MEASURED, PUBLISHED, Constants, Profile
+from metainfer.plan.cost.work import COPY, Part
+
+_LARGE = 512
+"""Rows from which on a call is large."""
+
+HERE = "measured here"
+"""How `Rate.source` and `Curve.source` begin where the machine itself was measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A rate, and what it rests on.
+
+    Attributes:
+        per_s: operations or bytes a second.
+        origin: "measured", "published" or "inferred".
+        why: where it is from, in a few words.
+        plateau: it is of large calls, so that small ones reach less.
+    """
+
+    per_s: float
+    origin: str
+    why: str
+    plateau: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Nominal:
+    """Of a card: bytes a second of its memory, dense operations a second by format, and what was
+    reached on such cards."""
+
+    bytes_per_s: float
+    flops_per_s: Mapping[str, float]
+    source: str
+    rates: tuple[Rate, ...] = ()
+
+    def products(self, form: str) -> float:
+        """Of the next wider format where there are none of `form`."""
+        return self.flops_per_s.get(form, self.flops_per_s["bf16"])
+
+
+def origin_of(source: str) -> str:
+    return MEASURED if source.startswith(HERE) else PUBLISHED
+
+
+def architecture(gpu: Gpu, constants: Constants) -> str:
+    """As the constants name it: the newest that is not newer, such as sm_100 for (10, 3)."""
+    major, minor = gpu.capability
+    asked = 10 * major + minor
+    known = sorted(int(name.removeprefix("sm_")) for name in constants.efficiency)
+    return f"sm_{max((n for n in known if n <= asked), default=known[0])}"
+
+
+class Rates:
+    """Rates of the slowest GPU of a machine under one engine.
+
+    Raises nothing: `problem` says in a sentence what is not known of the card; "" for nothing.
+    """
+
+    def __init__(self, machine: Machine, constants: Constants, profile: Profile) -> None:
+        self._constants = constants
+        self._profile = profile
+        self._cache: dict[tuple[str, float], Found] = {}
+        self.problem = ""
+        gpus = () if isinstance(machine.gpus, Unknown) else machine.gpus
+        nominals = [nominal_of(gpu, constants) for gpu in gpus]
+        for nominal in nominals:
+            if isinstance(nominal, Unknown):
+                self.problem = nominal.why
+        known = [n for n in nominals if not isinstance(n, Unknown)]
+        if not gpus or self.problem:
+            self.problem = self.problem or "the machine has no GPU"
+            return
+        place = min(range(len(known)), key=lambda n: known[n].products("bf16"))
+        self._nominal, self.gpu = known[place], gpus[place]
+        self.arch = architecture(self.gpu, constants)
+        self._efficiency = constants.efficiency[self.arch]
+        own = {rate.work for rate in machine.rates}
+        others = [rate for rate in self._nominal.rates if rate.work not in own]
+        self._recorded = (*machine.rates, *others)
+        self._memory = self.memory()
+
+    @property
+    def multiplies_fp8(self) -> bool:
+        return self.gpu.capability >= (8, 9)
+
+    def seconds(self, part: Part, prefill: bool) -> tuple[float, Found]:
+        """Of a part, and the rate that bounds it."""
+        ramp = part.calls * self._ramp_s(part)
+        moving = self._memory
+        passes = self._profile.passes if part.work == COPY else 1.0
+        bytes_s = passes * part.bytes / moving.per_s
+        if part.work == COPY:
+            return ramp + bytes_s, moving
+        rate = self.of(part.work, part.rows)
+        share = self._share(part) if rate.plateau else 1.0
+        flops_s = part.flops / (rate.per_s * share)
+        if prefill and part.gathered:
+            # Lists of keys come from the L2 cache, beside the products and not under them.
+            flops_s += part.gathered / (self._nominal.bytes_per_s * self._efficiency["gather"])
+        bound = rate if flops_s > bytes_s else moving
+        return ramp + max(flops_s, bytes_s), bound
+
+    def memory(self) -> Found:
+        factor = self._profile.rates["memory"]
+        recorded = [rate for rate in self._recorded if rate.work == COPY]
+        if recorded:
+            best = max(recorded, key=lambda rate: rate.rows)
+            return Found(best.per_s * factor, origin_of(best.source), best.source)
+        rate = self._nominal.bytes_per_s * self._efficiency["memory"]
+        why = f"{self._efficiency['memory']:.0%} of {self._nominal.bytes_per_s / 1e12:.2f} TB/s"
+        return Found(rate * factor, INFERRED, f"{why} ({self._nominal.source})")
+
+    def of(self, work: str, rows: float) -> Found:
+        """Operations a second of `work` with so many rows."""
+        key = (work, rows)
+        if key not in self._cache:
+            self._cache[key] = self._recorded_rate(work, rows) or self._inferred(work)
+        return self._cache[key]
+
+    def _recorded_rate(self, work: str, rows: float) -> Found | None:
+        # Of few rows a rate says how long a start takes, which is counted apart.
+        large = [r for r in self._recorded if r.work == work and not 0 < r.rows < _LARGE]
+        points = sorted(large, key=lambda r: r.rows)
+        if not points:
+            return None
+        kind = work.partition(" ")[0]
+        factor = self._profile.rates[kind]
+        if origin_of(points[-1].source) != MEASURED:
+            factor *= self._constants.kernels["of_best"].get(kind, 1.0)
+        per_s = _between(points, rows) * factor
+        return Found(
+            per_s,
+            origin_of(points[-1].source),
+            points[-1].source,
+            # A single figure is that of a large call.
+            plateau=len(points) == 1,
+        )
+
+    def _inferred(self, work: str) -> Found:
+        kind, _, operands = work.partition(" ")
+        if operands == "f32":
+            operands = "bf16"
+        # Weights of four bits multiply rows of e4m3; the nominal rate of e2m1 pairs is of both.
+        products = "fp8" if operands == "fp4" else operands
+        if not self.multiplies_fp8:
+            products = "bf16"
+        nominal = self._nominal.products(products)
+        if work == "product bf16":
+            share = max(self._efficiency["product"], 0.7)  # libraries do these well everywhere
+        else:
+            share = self._efficiency[kind]
+        why = f"{share:.0%} of {nominal / 1e12:.0f} TFLOP/s {products} ({self._nominal.source})"
+        return Found(nominal * share * self._profile.rates[kind], INFERRED, why)
+
+    def _share(self, part: Part) -> float:
+        """Of a plateau that so few rows, or so narrow a slice, reach."""
+        kernel = self._constants.kernel
+        if part.work.startswith("product"):
+            return part.rows / (part.rows + kernel("product_rows"))
+        if part.work.startswith("experts"):
+            narrow = part.width / (part.width + kernel("expert_width"))
+            return narrow * part.rows / (part.rows + kernel("expert_rows"))
+        return 1.0
+
+    def _ramp_s(self, part: Part) -> float:
+        ramps = self._constants.kernels["ramp_us"]
+        kind = part.work.partition(" ")[0]
+        if kind == COPY:
+            kind = "streams" if part.group == "streams" else "small"
+        return float(ramps[kind]) * 1e-6 * self._profile.ramp
+
+
+def _between(points: Sequence[Rate], rows: float) -> float:
+    """By straight lines over logarithms of rows; flat beyond both ends."""
+    if rows <= points[0].rows or len(points) == 1:
+        return points[0].per_s
+    for low, high in pairwise(points):
+        if rows <= high.rows:
+            least = max(low.rows, 1)
+            share = math.log(rows / least) / math.log(high.rows / least)
+            return low.per_s * math.pow(high.per_s / low.per_s, share)
+    return points[-1].per_s
+
+
+def nominal_of(gpu: Gpu, constants: Constants) -> Nominal | Unknown:
+    """As its card is listed, else from multiprocessors, clock and bandwidth as recorded."""
+    card = card_of_gpu(gpu)
+    if card is not None:
+        flops = {_SHORT.get(form, form): rate for form, rate in card.operations_per_s.items()}
+        return Nominal(card.memory_bytes_per_s, flops, f"nominal, {card.name}", card.rates)
+    missing = [
+        what
+        for what, fact in (
+            ("memory bandwidth", gpu.memory_bytes_per_s),
+            ("number of multiprocessors", gpu.multiprocessors),
+            ("highest clock", NOT_ASKED if isinstance(gpu.clocks, Unknown) else
+             gpu.clocks.most_sm_mhz),
+        )
+        if isinstance(fact, Unknown)
+    ]  # fmt: skip
+    if missing:
+        return Unknown(f"the {gpu.name} is no listed card and its {missing[0]} is not recorded")
+    assert not isinstance(gpu.memory_bytes_per_s, Unknown)
+    assert not isinstance(gpu.multiprocessors, Unknown)
+    assert not isinstance(gpu.clocks, Unknown) and not isinstance(gpu.clocks.most_sm_mhz, Unknown)
+    clock = gpu.multiprocessors * gpu.clocks.most_sm_mhz * 1e6
+    peak = constants.peak[architecture(gpu, constants)]
+    flops = {form: rate * clock for form, rate in peak.items()}
+    return Nominal(gpu.memory_bytes_per_s, flops, "multiprocessors and clock")
+
+
+_SHORT = {"bfloat16": "bf16"}

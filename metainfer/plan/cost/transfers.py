@@ -1,0 +1,247 @@
+"""Transfers: what an exchange between ranks takes, by each way that an engine knows.
+
+Measured curves come first; where there are none, times follow from links of the PCIe tree. All
+groups of ranks exchange at once: links that several of them use are shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from metainfer.hardware.cards import card_of_gpu
+from metainfer.hardware.curves import COPY, LOAD, NCCL, STAGED, STORE, Curve
+from metainfer.hardware.facts import Unknown
+from metainfer.hardware.machine import Gpu, Machine
+from metainfer.plan.cost.constants import INFERRED, MEASURED, PUBLISHED, Constants, Profile
+from metainfer.plan.cost.links import Links
+from metainfer.plan.cost.rates import architecture, origin_of
+
+ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all_reduce", "all_gather", "reduce_scatter"
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Attributes:
+    seconds: of one exchange.
+    means: such as "ring of copies", "NCCL".
+    origin: "measured", "published" or "inferred".
+    why: what it follows from.
+    """
+
+    seconds: float
+    means: str
+    origin: str
+    why: str
+
+
+class Transfers:
+    """Of a machine under one engine."""
+
+    def __init__(self, machine: Machine, constants: Constants, profile: Profile) -> None:
+        self._curves = machine.curves
+        self._constants = constants
+        self._profile = profile
+        self._gpus: Sequence[Gpu] = () if isinstance(machine.gpus, Unknown) else machine.gpus
+        self._links = Links(machine, constants)
+        self._machine = machine
+        self._cache: dict[tuple[str, float, int, int], Exchange] = {}
+        self.problem = self._links.problem
+
+    def p2p(self, ranks: int, groups: int) -> bool:
+        """Whether all GPUs of each of the first groups reach each other's memory."""
+        return all(self._links.p2p(group) for group in self._links.groups(ranks, groups))
+
+    def exchange(self, operation: str, size: float, ranks: int, groups: int = 1) -> Exchange:
+        """The fastest way.
+
+        Args:
+            size: bytes of the whole: of what each rank has before an all-reduce or reduce-scatter,
+                or after an all-gather.
+            ranks: of a group. Groups are of GPUs that lie next to each other.
+        """
+        if ranks == 1 or size <= 0:
+            return Exchange(0.0, "none", MEASURED, "one rank")
+        key = (operation, size, ranks, groups)
+        if key not in self._cache:
+            ways = self._ways(operation, size, ranks, groups)
+            self._cache[key] = min(ways, key=lambda way: way.seconds)
+        return self._cache[key]
+
+    def send(self, size: float, groups: int = 1) -> Exchange:
+        """From each stage of a pipeline to the next, all at once."""
+        if size <= 0:
+            return Exchange(0.0, "none", MEASURED, "one stage")
+        transfer = self._constants.transfer
+        if self._links.nvlink:
+            rate = self._nvlink_rate()
+            return Exchange(size / rate + 10e-6, "NVLink", INFERRED, _rate(rate))
+        pair = self._links.ring(2, max(1, groups))
+        if self._links.p2p_all():
+            rate = pair * transfer("ring")
+            return Exchange(size / rate + 20e-6, "copies", INFERRED, _rate(rate))
+        rate = self._links.host() * transfer("staged") / 2
+        return Exchange(size / rate + 60e-6, "host memory", INFERRED, _rate(rate))
+
+    def _ways(self, operation: str, size: float, ranks: int, groups: int) -> list[Exchange]:
+        known = self._profile.collectives
+        found: list[Exchange] = []
+        if self._links.nvlink:
+            return [self._nvlink(operation, size, ranks)]
+        peers = self.p2p(ranks, groups)
+        if "nccl default" in known or "nccl" in known:
+            found.append(self._nccl(operation, size, ranks, groups, peers, "nccl" in known))
+        if peers and ("one shot" in known or ("one shot of two" in known and ranks == 2)):
+            found.append(self._one_shot(operation, size, ranks, groups))
+        if peers and "two shot" in known:
+            found.append(self._two_shot(operation, size, ranks, groups))
+        if peers and "ring" in known:
+            found.append(self._ring(operation, size, ranks, groups))
+        if "staged" in known:
+            found.append(self._staged(operation, size, ranks))
+        return found
+
+    def _curve(self, means: str, operation: str, ranks: int, word: str = "") -> Curve | None:
+        """Of as many ranks; of several the one whose source has `word`."""
+        found = [
+            curve
+            for curve in self._curves
+            if curve.means == means and curve.operation == operation and len(curve.gpus) == ranks
+        ]
+        named = [curve for curve in found if word and word in curve.source]
+        best = named or found
+        return best[0] if best else None
+
+    def _by_curve(
+        self, curve: Curve | None, operation: str, size: float, means: str, ranks: int
+    ) -> Exchange | None:
+        """From the curve of the operation, else half of an all-reduce."""
+        if curve is None:
+            return None
+        share = 0.5 if curve.operation == ALL_REDUCE != operation else 1.0
+        # Curves count each rank's payload: of an all-gather what it gives.
+        payload = size / ranks if curve.operation == ALL_GATHER else size
+        seconds = share * curve.seconds_of(payload)
+        return Exchange(seconds, means, origin_of(curve.source), curve.source)
+
+    def _nccl(
+        self, operation: str, size: float, ranks: int, groups: int, peers: bool, tuned: bool
+    ) -> Exchange:
+        transfer = self._constants.transfer
+        word = "tuned" if tuned else "default"
+        curve = self._curve(NCCL, operation, ranks) or self._curve(NCCL, ALL_REDUCE, ranks, word)
+        measured = self._by_curve(curve, operation, size, NCCL, ranks)
+        by_default = measured is not None and "default" in measured.why
+        if measured is not None and not (tuned and by_default):
+            return measured
+        steps, share = _steps(operation, ranks)
+        link = self._links.ring(ranks, groups)
+        latency = (transfer("nccl_base_us") + transfer("nccl_step_us") * steps) * 1e-6
+        if not peers:
+            bus, latency = transfer("nccl_host_bytes_per_s"), transfer("nccl_host_us") * 1e-6
+        elif tuned:
+            bus = link * transfer("nccl_tuned")
+        else:
+            bus = link * self._default_share(ranks, groups)
+        name = "NCCL, tuned" if tuned else "NCCL"
+        computed = Exchange(latency + share * size / bus, name, INFERRED, _rate(bus))
+        # Tuning is never worse than the defaults, which can be kept.
+        return min((e for e in (computed, measured) if e is not None), key=lambda e: e.seconds)
+
+    def _default_share(self, ranks: int, groups: int) -> float:
+        """NCCL takes peer access across switches alone, and on hosts of AMD."""
+        transfer = self._constants.transfer
+        if ranks == 2:
+            return transfer("nccl_default_pair")
+        group = self._links.groups(ranks, groups)[0]
+        if self._links.switched(group) or self._links.amd_host:
+            return transfer("nccl_default")
+        across = self._links.crosses_sockets(group)
+        return transfer("nccl_islands" if across else "nccl_island")
+
+    def _one_shot(self, operation: str, size: float, ranks: int, groups: int) -> Exchange:
+        """Every rank gives all it has to all others."""
+        curve = self._curve(STORE, operation, ranks) or self._curve(LOAD, operation, ranks)
+        if operation == ALL_REDUCE and curve is not None:
+            measured = self._by_curve(curve, operation, size, "one exchange", ranks)
+            if measured is not None and size <= curve.bytes[-1]:
+                return measured
+        rate = self._stores(ranks, groups)
+        part = size if operation == ALL_REDUCE else size / ranks
+        seconds = self._latency(ranks) + (ranks - 1) * part / rate
+        return Exchange(seconds, "one exchange", INFERRED, _rate(rate))
+
+    def _two_shot(self, operation: str, size: float, ranks: int, groups: int) -> Exchange:
+        """Every rank adds up its part and gives it to all others."""
+        _, share = _steps(operation, ranks)
+        rate = self._stores(ranks, groups)
+        shots = 2 if operation == ALL_REDUCE else 1
+        seconds = shots * self._latency(ranks) + share * size / rate
+        return Exchange(seconds, "two exchanges" if shots == 2 else "one exchange", INFERRED,
+                        _rate(rate))  # fmt: skip
+
+    def _ring(self, operation: str, size: float, ranks: int, groups: int) -> Exchange:
+        transfer = self._constants.transfer
+        measured = self._by_curve(
+            self._curve(COPY, operation, ranks) or self._curve(COPY, ALL_REDUCE, ranks),
+            operation, size, "ring of copies", ranks,
+        )  # fmt: skip
+        if measured is not None:
+            return measured
+        steps, share = _steps(operation, ranks)
+        rate = self._links.ring(ranks, groups) * transfer("ring")
+        seconds = steps * transfer("ring_step_us") * 1e-6 + share * size / rate
+        origin = self._links.origin
+        return Exchange(seconds, "ring of copies", origin, _rate(rate))
+
+    def _staged(self, operation: str, size: float, ranks: int) -> Exchange:
+        """Out to pinned memory once, in from there what the others have; GPUs add."""
+        transfer = self._constants.transfer
+        curve = self._curve(STAGED, operation, ranks) or self._curve(STAGED, ALL_REDUCE, ranks)
+        measured = self._by_curve(curve, operation, size, "host memory", ranks)
+        if measured is not None:
+            return measured
+        _, share = _steps(operation, ranks)
+        link = self._links.host() * transfer("staged")
+        busy = max(1.0, share) * size / link
+        crossing = (1.0 + 2.0 * share) * size * len(self._gpus)
+        dram = crossing / self._links.dram()
+        seconds = transfer("staged_us") * 1e-6 + max(busy, dram)
+        return Exchange(seconds, "host memory", INFERRED, _rate(link))
+
+    def _nvlink(self, operation: str, size: float, ranks: int) -> Exchange:
+        _, share = _steps(operation, ranks)
+        rate = self._nvlink_rate()
+        seconds = self._constants.transfer("nvlink_us") * 1e-6 + share * size / rate
+        return Exchange(seconds, "NVLink", INFERRED, _rate(rate))
+
+    def _nvlink_rate(self) -> float:
+        card = card_of_gpu(self._gpus[0])
+        if card is not None and card.nvlink_bytes_per_s:
+            return card.nvlink_bytes_per_s * self._constants.transfer("nvlink")
+        arch = architecture(self._gpus[0], self._constants)
+        known = self._constants.transfers["nvlink_bytes_per_s"]
+        return float(known.get(arch, min(known.values())))
+
+    def _latency(self, ranks: int) -> float:
+        transfer = self._constants.transfer
+        return (transfer("one_shot_us") + transfer("one_shot_rank_us") * ranks) * 1e-6
+
+    def _stores(self, ranks: int, groups: int) -> float:
+        return self._links.all_to_all(ranks, groups) * self._constants.transfer("stores")
+
+
+def _steps(operation: str, ranks: int) -> tuple[int, float]:
+    """Of a ring, and what of the whole each rank sends."""
+    once = (ranks - 1) / ranks
+    if operation == ALL_REDUCE:
+        return 2 * (ranks - 1), 2.0 * once
+    return ranks - 1, once
+
+
+def _rate(per_s: float) -> str:
+    return f"{per_s / 1e9:.1f} GB/s"
+
+
+__all__ = ["ALL_GATHER", "ALL_REDUCE", "INFERRED", "PUBLISHED", "REDUCE_SCATTER", "Exchange",
+           "Transfers"]  # fmt: skip
