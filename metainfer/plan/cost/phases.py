@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -182,8 +183,7 @@ class Phases:
         if layout.kv_shards > 1:
             yield from self._gathered_context(layout, tokens)
         if layout.pipeline > 1:
-            size = 2.0 * rows * hidden * self._streams / layout.group
-            yield self.transfers.send(size, self._groups(layout)), layout.pipeline - 1
+            yield self._handed_on(layout, rows), layout.pipeline - 1
 
     @property
     def _streams(self) -> int:
@@ -204,20 +204,26 @@ class Phases:
                 self.transfers.exchange(ALL_GATHER, size, layout.context, groups),
                 len(side.layers),
             )
-        for layer in side.owners():
-            size = rows / layer.ratio * self._row_bytes(side.entry_format, side.key_width)
-            if layer.topk:
-                size += rows / layer.ratio * self._key_bytes()
-            yield self.transfers.exchange(ALL_GATHER, size, layout.context, groups), 1
+        for size, count in self._entry_bytes(rows).items():
+            yield self.transfers.exchange(ALL_GATHER, size, layout.context, groups), count
 
     def _gathered_context(self, layout: Layout, tokens: int) -> Iterable[tuple[Exchange, float]]:
         """Of sharded caches, all entries that a chunk sees, layer by layer."""
-        side, groups = self.shape.side, self._groups(layout)
+        groups = self._groups(layout)
+        for size, count in self._entry_bytes(tokens).items():
+            yield self.transfers.exchange(ALL_GATHER, size, layout.kv_shards, groups), count
+
+    def _entry_bytes(self, tokens: int) -> Counter[float]:
+        """Bytes of entries and index keys of so many tokens, counted over the layers that own
+        them."""
+        side = self.shape.side
+        found: Counter[float] = Counter()
         for layer in side.owners():
-            size = tokens / layer.ratio * self._row_bytes(side.entry_format, side.key_width)
-            if layer.owns_queries:
-                size += tokens / layer.ratio * self._key_bytes()
-            yield self.transfers.exchange(ALL_GATHER, size, layout.kv_shards, groups), 1
+            each = self._row_bytes(side.entry_format, side.key_width)
+            if layer.topk and layer.owns_queries:
+                each += self._key_bytes()
+            found[each * tokens / layer.ratio] += 1
+        return found
 
     def _decode_exchanges(self, layout: Layout, rows: int) -> Iterable[tuple[Exchange, float]]:
         side, groups = self.shape.side, self._groups(layout)
@@ -240,8 +246,12 @@ class Phases:
                 len(side.choosers()),
             )
         if layout.pipeline > 1:
-            size *= self._streams
-            yield self.transfers.send(size, groups), layout.pipeline - 1
+            yield self._handed_on(layout, rows), layout.pipeline - 1
+
+    def _handed_on(self, layout: Layout, rows: int) -> Exchange:
+        """The streams of a step's rows, to the next stage."""
+        size = 2.0 * rows * self.shape.side.hidden_size * self._streams
+        return self.transfers.send(size, layout.group * layout.pipeline, layout.replicas)
 
     def _row_bytes(self, form: str, width: int) -> float:
         return row_bytes(form if self._coded else "dense", width, "bfloat16")

@@ -58,7 +58,10 @@ class Nominal:
 
 
 def origin_of(source: str) -> str:
-    return MEASURED if source.startswith(HERE) else PUBLISHED
+    """Of a curve or rate as its record says."""
+    if source.startswith(HERE):
+        return MEASURED
+    return INFERRED if source.startswith("inferred") else PUBLISHED
 
 
 def architecture(gpu: Gpu, constants: Constants) -> str:

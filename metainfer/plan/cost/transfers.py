@@ -13,11 +13,17 @@ from metainfer.hardware.cards import card_of_gpu
 from metainfer.hardware.curves import COPY, LOAD, NCCL, STAGED, STORE, Curve
 from metainfer.hardware.facts import Unknown
 from metainfer.hardware.machine import Gpu, Machine
-from metainfer.plan.cost.constants import INFERRED, MEASURED, PUBLISHED, Constants, Profile
+from metainfer.plan.cost.constants import INFERRED, MEASURED, Constants, Profile
+from metainfer.plan.cost.curves_of import largest_rate
 from metainfer.plan.cost.links import Links
 from metainfer.plan.cost.rates import architecture, origin_of
 
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all_reduce", "all_gather", "reduce_scatter"
+
+_AS_IT_COMES = "as it comes, bf16, "
+"""In the source of a curve of NCCL by its defaults, of which nothing is inferred."""
+_LARGE = 2**20
+"""Bytes from which on links bound an exchange, and not its steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,17 +74,20 @@ class Transfers:
             self._cache[key] = min(ways, key=lambda way: way.seconds)
         return self._cache[key]
 
-    def send(self, size: float, groups: int = 1) -> Exchange:
-        """From each stage of a pipeline to the next, all at once."""
-        if size <= 0:
+    def send(self, size: float, ranks: int, groups: int) -> Exchange:
+        """From each stage of a pipeline to the next, all at once, as if over one link.
+
+        Args:
+            ranks: of a pipeline; groups: of them.
+        """
+        if size <= 0 or ranks == 1:
             return Exchange(0.0, "none", MEASURED, "one stage")
         transfer = self._constants.transfer
         if self._links.nvlink:
             rate = self._nvlink_rate()
             return Exchange(size / rate + 10e-6, "NVLink", INFERRED, _rate(rate))
-        pair = self._links.ring(2, max(1, groups))
-        if self._links.p2p_all():
-            rate = pair * transfer("ring")
+        if self.p2p(ranks, groups):
+            rate = self._links.ring(ranks, groups) * transfer("ring")
             return Exchange(size / rate + 20e-6, "copies", INFERRED, _rate(rate))
         rate = self._links.host() * transfer("staged") / 2
         return Exchange(size / rate + 60e-6, "host memory", INFERRED, _rate(rate))
@@ -101,39 +110,48 @@ class Transfers:
             found.append(self._staged(operation, size, ranks))
         return found
 
-    def _curve(self, means: str, operation: str, ranks: int, word: str = "") -> Curve | None:
-        """Of as many ranks; of several the one whose source has `word`."""
-        found = [
-            curve
-            for curve in self._curves
-            if curve.means == means and curve.operation == operation and len(curve.gpus) == ranks
-        ]
-        named = [curve for curve in found if word and word in curve.source]
-        best = named or found
-        return best[0] if best else None
+    def _curves_of(self, means: str, operation: str, ranks: int) -> list[Curve]:
+        """Of as many ranks; of an all-reduce where there are none of the operation."""
+        for wanted in (operation, ALL_REDUCE):
+            found = [
+                curve
+                for curve in self._curves
+                if curve.means == means and curve.operation == wanted and len(curve.gpus) == ranks
+            ]
+            if found:
+                return found
+        return []
 
-    def _by_curve(
-        self, curve: Curve | None, operation: str, size: float, means: str, ranks: int
-    ) -> Exchange | None:
-        """From the curve of the operation, else half of an all-reduce."""
-        if curve is None:
-            return None
-        share = 0.5 if curve.operation == ALL_REDUCE != operation else 1.0
-        # Curves count each rank's payload: of an all-gather what it gives.
-        payload = size / ranks if curve.operation == ALL_GATHER else size
-        seconds = share * curve.seconds_of(payload)
-        return Exchange(seconds, means, origin_of(curve.source), curve.source)
+    def _by_curves(
+        self, means: str, name: str, operation: str, size: float, ranks: int, groups: int
+    ) -> list[Exchange]:
+        """What curves that reach to `size` say, the fastest first."""
+        found = []
+        for curve in self._curves_of(means, operation, ranks):
+            # Curves count each rank's payload: of an all-gather what it gives.
+            payload = size / ranks if curve.operation == ALL_GATHER else size
+            if payload > curve.bytes[-1] and means in (STORE, LOAD):
+                continue  # slower and slower beyond what anybody uses it for
+            share = 0.5 if curve.operation == ALL_REDUCE != operation else 1.0
+            seconds = share * curve.seconds_of(payload) * self._crowding(size, ranks, groups)
+            found.append(Exchange(seconds, name, origin_of(curve.source), curve.source))
+        return sorted(found, key=lambda exchange: exchange.seconds)
+
+    def _crowding(self, size: float, ranks: int, groups: int) -> float:
+        """By how much links that groups share slow large exchanges; curves are of one group."""
+        if groups == 1 or size < _LARGE:
+            return 1.0
+        return max(1.0, self._links.ring(ranks, 1) / self._links.ring(ranks, groups))
 
     def _nccl(
         self, operation: str, size: float, ranks: int, groups: int, peers: bool, tuned: bool
     ) -> Exchange:
+        """As it comes it is the slowest that was published, tuned the fastest."""
         transfer = self._constants.transfer
-        word = "tuned" if tuned else "default"
-        curve = self._curve(NCCL, operation, ranks) or self._curve(NCCL, ALL_REDUCE, ranks, word)
-        measured = self._by_curve(curve, operation, size, NCCL, ranks)
-        by_default = measured is not None and "default" in measured.why
-        if measured is not None and not (tuned and by_default):
-            return measured
+        recorded = self._by_curves(NCCL, NCCL, operation, size, ranks, groups)
+        if recorded and not (tuned and peers):
+            as_it_comes = [e for e in recorded if _AS_IT_COMES in e.why]
+            return (as_it_comes or recorded)[-1]
         steps, share = _steps(operation, ranks)
         link = self._links.ring(ranks, groups)
         latency = (transfer("nccl_base_us") + transfer("nccl_step_us") * steps) * 1e-6
@@ -143,10 +161,10 @@ class Transfers:
             bus = link * transfer("nccl_tuned")
         else:
             bus = link * self._default_share(ranks, groups)
-        name = "NCCL, tuned" if tuned else "NCCL"
+        name = "NCCL, tuned" if tuned else NCCL
         computed = Exchange(latency + share * size / bus, name, INFERRED, _rate(bus))
         # Tuning is never worse than the defaults, which can be kept.
-        return min((e for e in (computed, measured) if e is not None), key=lambda e: e.seconds)
+        return min((computed, *recorded[:1]), key=lambda exchange: exchange.seconds)
 
     def _default_share(self, ranks: int, groups: int) -> float:
         """NCCL takes peer access across switches alone, and on hosts of AMD."""
@@ -161,11 +179,13 @@ class Transfers:
 
     def _one_shot(self, operation: str, size: float, ranks: int, groups: int) -> Exchange:
         """Every rank gives all it has to all others."""
-        curve = self._curve(STORE, operation, ranks) or self._curve(LOAD, operation, ranks)
-        if operation == ALL_REDUCE and curve is not None:
-            measured = self._by_curve(curve, operation, size, "one exchange", ranks)
-            if measured is not None and size <= curve.bytes[-1]:
-                return measured
+        recorded = [
+            exchange
+            for means in (STORE, LOAD)
+            for exchange in self._by_curves(means, "one exchange", operation, size, ranks, groups)
+        ]
+        if operation == ALL_REDUCE and recorded:
+            return min(recorded, key=lambda exchange: exchange.seconds)
         rate = self._stores(ranks, groups)
         part = size if operation == ALL_REDUCE else size / ranks
         seconds = self._latency(ranks) + (ranks - 1) * part / rate
@@ -182,25 +202,24 @@ class Transfers:
 
     def _ring(self, operation: str, size: float, ranks: int, groups: int) -> Exchange:
         transfer = self._constants.transfer
-        measured = self._by_curve(
-            self._curve(COPY, operation, ranks) or self._curve(COPY, ALL_REDUCE, ranks),
-            operation, size, "ring of copies", ranks,
-        )  # fmt: skip
-        if measured is not None:
-            return measured
+        recorded = self._by_curves(COPY, "ring of copies", operation, size, ranks, groups)
+        if recorded:
+            return recorded[0]
         steps, share = _steps(operation, ranks)
-        rate = self._links.ring(ranks, groups) * transfer("ring")
+        passed = largest_rate(self._curves, (COPY,), "ring", ranks)
+        if passed is None:
+            rate, origin = self._links.ring(ranks, groups) * transfer("ring"), INFERRED
+        else:
+            rate, origin = passed[0] / self._crowding(size, ranks, groups), passed[1]
         seconds = steps * transfer("ring_step_us") * 1e-6 + share * size / rate
-        origin = self._links.origin
         return Exchange(seconds, "ring of copies", origin, _rate(rate))
 
     def _staged(self, operation: str, size: float, ranks: int) -> Exchange:
         """Out to pinned memory once, in from there what the others have; GPUs add."""
         transfer = self._constants.transfer
-        curve = self._curve(STAGED, operation, ranks) or self._curve(STAGED, ALL_REDUCE, ranks)
-        measured = self._by_curve(curve, operation, size, "host memory", ranks)
-        if measured is not None:
-            return measured
+        recorded = self._by_curves(STAGED, "host memory", operation, size, ranks, 1)
+        if recorded:
+            return recorded[0]
         _, share = _steps(operation, ranks)
         link = self._links.host() * transfer("staged")
         busy = max(1.0, share) * size / link
@@ -228,6 +247,9 @@ class Transfers:
         return (transfer("one_shot_us") + transfer("one_shot_rank_us") * ranks) * 1e-6
 
     def _stores(self, ranks: int, groups: int) -> float:
+        given = largest_rate(self._curves, (STORE, LOAD), "all_to_all", ranks)
+        if given is not None:
+            return given[0]
         return self._links.all_to_all(ranks, groups) * self._constants.transfer("stores")
 
 
@@ -241,7 +263,3 @@ def _steps(operation: str, ranks: int) -> tuple[int, float]:
 
 def _rate(per_s: float) -> str:
     return f"{per_s / 1e9:.1f} GB/s"
-
-
-__all__ = ["ALL_GATHER", "ALL_REDUCE", "INFERRED", "PUBLISHED", "REDUCE_SCATTER", "Exchange",
-           "Transfers"]  # fmt: skip

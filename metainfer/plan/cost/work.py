@@ -366,7 +366,7 @@ class _Counter:
         moved = read * per_expert * WEIGHT_BYTES[expert_format(shape)]
         # Inputs of a pair, both halves inside, what is rounded, and what is added up in fp32.
         moved += pairs * (width + 6.0 * inner) + 6.0 * rows * width
-        each = rows * shape.experts_per_token / shape.experts
+        each = pairs / read
         work = f"experts {expert_format(shape)}" if share.coded else "experts bf16"
         return Part(EXPERTS, work, each, 2.0 * pairs * per_expert, moved, 2, width=int(inner))
 

@@ -1,0 +1,295 @@
+"""Search: all layouts of a machine, those that cannot be refused with reasons, the rest ranked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from metainfer.arch.shapes import ModelShape
+from metainfer.core.errors import UserError
+from metainfer.hardware.facts import Unknown
+from metainfer.hardware.machine import Machine
+from metainfer.plan.candidates import Rejection, candidates, fits_chunk
+from metainfer.plan.cost.constants import Constants, Profile, read_constants
+from metainfer.plan.cost.phases import Phases
+from metainfer.plan.cost.predict import Prediction, predict
+from metainfer.plan.cost.shape import BF16, FP4, expert_format, with_experts
+from metainfer.plan.layouts import RELEASED, Formats, Layouts
+from metainfer.plan.workload import Workload
+
+THROUGHPUT, TTFT, INTERACTIVE = "throughput", "ttft", "interactive"
+OBJECTIVES = (THROUGHPUT, TTFT, INTERACTIVE)
+CHUNKS = (2048, 4096, 8192, 16384)
+"""Rows of the largest prefill step that are tried."""
+
+
+class Fits(Protocol):
+    """What a search asks of the ledger of the fullest rank."""
+
+    @property
+    def fits(self) -> bool: ...
+    @property
+    def reason(self) -> str: ...
+    @property
+    def total_bytes(self) -> int: ...
+    @property
+    def limit_bytes(self) -> int: ...
+
+
+Ledger = Callable[[ModelShape, Machine, Layouts, Workload, Formats], Fits]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A layout that fits. `why` says of all but the first what they lose by."""
+
+    layouts: Layouts
+    formats: Formats
+    prediction: Prediction
+    ledger: Fits
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Attributes:
+    shape, machine, workload, objective, profile: what was asked.
+    ranked: the best first; of layouts that differ in nothing but expert parts, cache shards or
+        formats the best.
+    rejected: with reasons.
+    notes: sentences that hold for all.
+    phases: times of steps, to ask for more.
+    """
+
+    shape: ModelShape
+    machine: Machine
+    workload: Workload
+    objective: str
+    profile: Profile
+    ranked: tuple[Candidate, ...]
+    rejected: tuple[Rejection, ...]
+    notes: tuple[str, ...]
+    phases: Phases
+
+    @property
+    def best(self) -> Candidate:
+        return self.ranked[0]
+
+
+@dataclass
+class _Found:
+    """While searching."""
+
+    fitting: dict[Any, Candidate] = field(default_factory=dict)
+    refused: list[Rejection] = field(default_factory=list)
+
+
+def search(
+    shape: ModelShape,
+    machine: Machine,
+    workload: Workload,
+    ledger: Ledger,
+    objective: str = THROUGHPUT,
+    profile: str = "metainfer",
+    constants: Constants | None = None,
+) -> Result:
+    """Raises UserError where there is no GPU, where the record says too little of them, or where
+    no layout fits, with the reasons."""
+    constants = constants or read_constants()
+    engine = constants.profile(profile)
+    if objective not in OBJECTIVES:
+        raise UserError(f"'{objective}' is not one of {', '.join(OBJECTIVES)}")
+    gpus = _gpus(machine)
+    if workload.longest_context > shape.side.max_model_len:
+        raise UserError(
+            f"{shape.name} reads {shape.side.max_model_len:,} tokens at most; the workload has"
+            f" {workload.longest_context:,}"
+        )
+    asked = shape
+    forms = [RELEASED]
+    if expert_format(shape) not in (FP4, BF16) or expert_format(shape) == BF16:
+        forms.append(FP4)
+    notes: list[str] = []
+    rejected: list[Rejection] = []
+    for form in forms:
+        if form != RELEASED:
+            shape = with_experts(asked, form)
+            notes.append(
+                f"{asked.name} as released fits in no layout: planned with experts in 4 bits,"
+                " for which a converted checkpoint is needed"
+            )
+        phases = Phases(shape, machine, constants, engine)
+        if phases.problem:
+            raise UserError(
+                f"no plan: {phases.problem}", hint="`metainfer probe --measure` records it"
+            )
+        layouts, refused = candidates(shape, gpus, engine)
+        found = _try_all(phases, machine, layouts, workload, form, ledger, objective)
+        rejected = [*refused, *found.refused]
+        if found.fitting:
+            ranked = sorted(found.fitting.values(), key=lambda one: _key(objective, one))
+            said = tuple(_explained(one, ranked[0], objective) for one in ranked)
+            notes += _notes(phases, said[0], workload)
+            return Result(shape, machine, workload, objective, engine, said, tuple(rejected),
+                          tuple(notes), phases)  # fmt: skip
+    raise UserError(_nothing_fits(asked, gpus, rejected), hint=_smallest(rejected))
+
+
+def _gpus(machine: Machine) -> int:
+    if isinstance(machine.gpus, Unknown):
+        raise UserError(
+            f"no plan without GPUs: {machine.gpus.why}",
+            hint="--machine takes a record or the name of a recorded machine",
+        )
+    if not machine.gpus:
+        raise UserError(
+            "no plan: this machine has no GPU; on a CPU there is one layout",
+            hint="--machine takes a record or the name of a recorded machine",
+        )
+    return len(machine.gpus)
+
+
+def _try_all(
+    phases: Phases,
+    machine: Machine,
+    all_layouts: Iterable[Layouts],
+    workload: Workload,
+    form: str,
+    ledger: Ledger,
+    objective: str,
+) -> _Found:
+    """For each layout the formats that are best of those that fit."""
+    found = _Found()
+    for layouts in all_layouts:
+        options = [
+            (formats, predict(phases, layouts, formats, workload))
+            for formats in _formats(phases.shape, workload, form)
+            if fits_chunk(layouts, min(formats.chunk_rows, workload.input_tokens))
+        ]
+        options.sort(key=lambda option: _rank(objective, option[1]))
+        reason = "a prompt has less than 128 tokens for each rank of its group"
+        for formats, prediction in options:
+            fits = ledger(phases.shape, machine, layouts, workload, formats)
+            if fits.fits:
+                candidate = Candidate(layouts, formats, prediction, fits)
+                _keep(found.fitting, candidate, objective)
+                break
+            reason = fits.reason
+        else:
+            found.refused.append(Rejection(layouts.name, reason))
+    return found
+
+
+def _keep(fitting: dict[Any, Candidate], one: Candidate, objective: str) -> None:
+    """The best of those that divide GPUs alike."""
+    before, after = one.layouts.prefill, one.layouts.decode
+    key = (before.replicas, before.tensor, before.context, before.pipeline, after.tensor)
+    known = fitting.get(key)
+    if known is None or _key(objective, one) < _key(objective, known):
+        fitting[key] = one
+
+
+def _formats(shape: ModelShape, workload: Workload, form: str) -> list[Formats]:
+    """Chunks that differ for prompts of this length, and where n-gram tables are kept."""
+    enough = [size for size in CHUNKS if size < workload.input_tokens * workload.requests_at_once]
+    sizes = CHUNKS[: len(enough) + 1]
+    places = ("host", "gpu") if shape.engram is not None else ("host",)
+    return [
+        Formats(experts=form, chunk_rows=size, engram=place) for place in places for size in sizes
+    ]
+
+
+def _rank(objective: str, prediction: Prediction) -> tuple[float, ...]:
+    """Smaller is better."""
+    throughput, ttft, tpot = -prediction.requests_per_s, prediction.ttft_s, prediction.tpot_s
+    if objective == TTFT:
+        return (ttft, throughput, tpot)
+    if objective == INTERACTIVE:
+        return (tpot, ttft, throughput)
+    return (throughput, ttft, tpot)
+
+
+def _key(objective: str, one: Candidate) -> tuple[float, ...]:
+    # Of equals the one that divides less.
+    layout = one.layouts.decode
+    parts = layout.expert * layout.kv_shards * one.layouts.prefill.context
+    return (*_rank(objective, one.prediction), float(parts))
+
+
+def _explained(one: Candidate, best: Candidate, objective: str) -> Candidate:
+    """With what it loses by."""
+    if one is best:
+        return one
+    mine, other = one.prediction, best.prediction
+    parts = {
+        THROUGHPUT: _less("requests a second", mine.requests_per_s, other.requests_per_s),
+        TTFT: _more("to the first token", mine.ttft_s, other.ttft_s),
+        INTERACTIVE: _more("between tokens", mine.tpot_s, other.tpot_s),
+    }
+    told = [parts[objective]]
+    if objective != INTERACTIVE:
+        told.append(_largest_loss(one, best, "a prompt token", 1e6, "us", prefill=True))
+    if objective != TTFT:
+        told.append(_largest_loss(one, best, "a decode step", 1e3, "ms", prefill=False))
+    return replace(one, why="; ".join(filter(None, told)))
+
+
+def _less(what: str, mine: float, best: float) -> str:
+    return f"{1 - mine / best:.0%} fewer {what}"
+
+
+def _more(what: str, mine: float, best: float) -> str:
+    return f"{mine / best - 1:.0%} longer {what}"
+
+
+def _largest_loss(
+    one: Candidate, best: Candidate, per: str, scale: float, unit: str, prefill: bool
+) -> str:
+    """The kind of work that costs most more than in the best layout, both per machine."""
+
+    def times(candidate: Candidate) -> dict[str, float]:
+        step = candidate.prediction.prefill if prefill else candidate.prediction.decode
+        # Replicas work beside each other: what counts is the time per token of the machine.
+        share = scale / candidate.layouts.prefill.replicas if prefill else scale
+        return {group: seconds * share for group, seconds in step.by_group().items()}
+
+    mine, other = times(one), times(best)
+    groups = {*mine, *other}
+    worst = max(groups, key=lambda group: mine.get(group, 0.0) - other.get(group, 0.0))
+    lost = mine.get(worst, 0.0) - other.get(worst, 0.0)
+    if lost < 0.02 * sum(other.values()):
+        return ""
+    return f"{worst} {mine.get(worst, 0):.1f} {unit} of {per} against {other.get(worst, 0):.1f}"
+
+
+def _notes(phases: Phases, best: Candidate, workload: Workload) -> list[str]:
+    notes = []
+    group = best.layouts.decode.group
+    links = phases.transfers
+    if group > 1 and not links.p2p(group, best.layouts.decode.replicas):
+        notes.append(
+            "GPUs of a group do not reach each other's memory: exchanges go through host memory"
+        )
+    load = best.prediction.load
+    if load is not None and load > 1.0:
+        notes.append(
+            f"{workload.request_rate_per_s:g} requests a second are {load:.1f} times what this"
+            " machine answers: the queue grows without end"
+        )
+    return notes
+
+
+def _nothing_fits(shape: ModelShape, gpus: int, rejected: Sequence[Rejection]) -> str:
+    plural = "GPU" if gpus == 1 else "GPUs"
+    return (
+        f"no layout of {gpus} {plural} holds {shape.name} for this workload:"
+        f" {len(rejected)} were refused"
+    )
+
+
+def _smallest(rejected: Sequence[Rejection]) -> str | None:
+    if not rejected:
+        return None
+    last = rejected[-1]
+    return f"such as {last.name}: {last.reason}"
