@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from metainfer.hardware.cards import card_named
 from metainfer.ops.base import Cost
 from metainfer.ops.floor import Rates
 
@@ -36,23 +37,23 @@ class Card:
         return Rates(_COPY_SHARE * self.nominal_bytes_per_s, self.flops_per_s, 0.0)
 
 
-CARDS: tuple[Card, ...] = (
-    Card(
-        "RTX 6000D",
-        1.57e12,
-        MappingProxyType({"bfloat16": 143e12, "fp8": 286e12}),
-        "memory: 448 of the RTX PRO 6000's 512 bits at its 1.79 TB/s; bf16: torch's product"
-        " of 8,192 and 10,240 cubed, one report (github.com/zzc0721/torch-performance-test-data,"
-        " issue 158; short ones of 2,048 cubed reach 241); fp8: taken as twice bf16, not measured",
-    ),
-    Card(
-        "L40S",
-        0.864e12,
-        MappingProxyType({"bfloat16": 285e12, "fp8": 437e12}),
-        "memory and best products in AIConfigurator's tables of measured operations"
-        " (nominal: 362 and 733 TFLOP/s)",
-    ),
-)
+_WORK = {"bfloat16": "product bf16", "fp8": "plain product fp8"}
+"""What a plain product with operands of a format is called among the rates of a card."""
+
+
+def _card(name: str) -> Card:
+    """From what is published of it; operands without a rate are left out."""
+    known = card_named(name)
+    rates = {operands: rate for operands, work in _WORK.items() if (rate := known.rate(work))}
+    return Card(
+        name,
+        known.memory_bytes_per_s,
+        MappingProxyType({operands: rate.per_s for operands, rate in rates.items()}),
+        "; ".join(f"{operands}: {rate.source}" for operands, rate in rates.items()),
+    )
+
+
+CARDS: tuple[Card, ...] = (_card("RTX 6000D"), _card("L40S"))
 
 
 def projected_s(card: Card, cost: Cost, operands: str, fraction: float) -> float:

@@ -1,0 +1,49 @@
+"""Machines by name: recorded ones ship with the package, others come from a file or the probe."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+from metainfer.core.errors import UserError
+from metainfer.hardware.machine import Machine
+from metainfer.hardware.probe import probe
+
+_FOLDER = Path(__file__).parent / "machines"
+
+
+def machine_names() -> tuple[str, ...]:
+    """Of the recorded machines, sorted."""
+    return tuple(sorted(path.stem for path in _FOLDER.glob("*.json")))
+
+
+def machine_of(text: str | None) -> Machine:
+    """The machine that `--machine` means.
+
+    Args:
+        text: name of a recorded machine, else path of a record; None for the one at hand.
+
+    Raises UserError naming what is neither.
+    """
+    if text is None:
+        return probe()
+    if text in machine_names():
+        return Machine.from_json((_FOLDER / f"{text}.json").read_text(encoding="utf-8"))
+    path = Path(text)
+    if not path.is_file():
+        raise UserError(f"--machine: '{text}' is no file and no recorded machine", hint=_near(text))
+    try:
+        return Machine.from_json(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{path}: the machine is not a JSON record", hint="it is not text"
+        ) from error
+    except UserError as error:
+        raise UserError(f"{path}: {error.message}", hint=error.hint) from error
+
+
+def _near(text: str) -> str:
+    names = machine_names()
+    near = difflib.get_close_matches(text, names, n=1, cutoff=0.6)
+    meant = f"did you mean {near[0]}? " if near else ""
+    return f"{meant}`metainfer probe --out FILE` writes a record; recorded are {', '.join(names)}"
