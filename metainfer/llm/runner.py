@@ -17,7 +17,7 @@ from metainfer.llm.graphs import DecodeSteps, Graphs
 from metainfer.llm.sample import Draws, Row, Sampler, SequenceSampling
 from metainfer.llm.step import IN_FLIGHT, SequenceStep, Step, StepOutput
 from metainfer.nn.inputs import DecodeInputs, StepInputs
-from metainfer.plan.ledger import PROMPT_LOGITS_BYTES
+from metainfer.plan.step_bytes import PROMPT_LOGITS_BYTES
 
 
 class Cache(Protocol):

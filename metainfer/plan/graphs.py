@@ -6,6 +6,8 @@ and few sequences do not pay for what is possible at most.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from metainfer.arch.cache_kinds import BLOCK_TOKENS
 from metainfer.arch.record import Arch
 from metainfer.core.errors import UserError
@@ -18,11 +20,11 @@ from metainfer.plan.settings import EngineSettings
 _FIRST_CONTEXT = 2048
 """Tokens of the shortest context: up to there, decoding reads little beside the weights."""
 
-_LAYER_BYTES = 96 * 2**10
+GRAPH_LAYER_BYTES = 96 * 2**10
 """Of a graph, for each layer: about 25 kernels with their arguments. A bound, not a measurement;
 start-up logs what graphs took."""
 
-_WORKSPACE_BYTES = 512 * 2**20
+GRAPH_WORKSPACE_BYTES = 512 * 2**20
 """Scores of the indexer (256 MiB), partial results of split attention and products."""
 
 _LISTS = 4  # of entries, 8 bytes each, that the index of a step holds at a time
@@ -116,7 +118,20 @@ def graphs_bytes(
     fixed = spare + most * arch.vocab_size * 4
     if not captured:
         return fixed
-    ratios = {layer.ratio for layer in arch.layers if layer.ratio}
-    lists = most * sum(longest // ratio for ratio in ratios) * 8 * _LISTS
-    step = activation_bytes(arch, most, most, BLOCK_TOKENS, compute_dtype, _WORKSPACE_BYTES)
-    return fixed + step + lists + len(rows) * len(contexts) * len(arch.layers) * _LAYER_BYTES
+    lists = lists_bytes({layer.ratio for layer in arch.layers}, most, longest)
+    step = activation_bytes(arch, most, most, BLOCK_TOKENS, compute_dtype, GRAPH_WORKSPACE_BYTES)
+    return fixed + step + lists + launches_bytes(len(rows) * len(contexts), len(arch.layers))
+
+
+def lists_bytes(ratios: Iterable[int], rows: int, entries_of: int) -> int:
+    """Lists of entries of a step of `rows` rows, as long as a context of `entries_of` tokens.
+
+    Args:
+        ratios: tokens per entry; 0 for none.
+    """
+    return rows * sum(entries_of // ratio for ratio in set(ratios) if ratio) * 8 * _LISTS
+
+
+def launches_bytes(graphs: int, layers: int) -> int:
+    """What so many graphs take by themselves."""
+    return graphs * layers * GRAPH_LAYER_BYTES

@@ -114,15 +114,16 @@ class Formats:
     """How what is placed is kept, and what is kept where.
 
     Attributes:
-        experts: `RELEASED`, or a format that the routed experts are converted to: "fp4" (4 bits,
-            a scale byte per 32, or per 16 of them where the model's fp4 is so).
-        latents: of caches: `RELEASED` (the model's byte format), "bfloat16".
-        index_keys: likewise.
-        engram: "gpu" (divided over the ranks of a group) or "host"; no effect for models without
-            such tables.
+        experts: `RELEASED`, or a format that the routed experts are converted to: "bf16", "fp8",
+            "fp4" or "mxfp4" (4 bits, a scale byte per 32), "nvfp4" (a scale byte per 16).
+        latents: of caches: `RELEASED` (the model's byte format), "bfloat16", "fp8".
+        index_keys: likewise, or "fp4".
+        engram: "gpu" (divided over the ranks of a group), "host" or "disk"; no effect for models
+            without such tables.
         chunk_rows: rows of the largest prefill step, of a whole group.
         wire: of activations between ranks in prefill: "bf16", "fp8", "int8".
         draft: drafting blocks of the checkpoint are loaded.
+        linear: as `experts`, of attention, shared experts and dense layers: "bf16" or "fp8".
     """
 
     experts: str = RELEASED
@@ -132,6 +133,7 @@ class Formats:
     chunk_rows: int = 8192
     wire: str = "bf16"
     draft: bool = False
+    linear: str = RELEASED
 
 
 def layouts_of(gpus: int) -> Iterator[Layouts]:

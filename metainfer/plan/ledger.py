@@ -12,36 +12,44 @@ from collections.abc import Iterable
 from metainfer.arch.cache_kinds import CacheKind, Scope, cache_kinds
 from metainfer.arch.manifest import MTP_PREFIX, TensorSpec, iterate
 from metainfer.arch.record import Arch, LayerKind
+from metainfer.arch.shape_of import shape_of_v4
 from metainfer.core.dtypes import DType
 from metainfer.ops.base import ELEMENT_BYTES
 from metainfer.ops.cache_formats import CacheFormats
 from metainfer.plan.settings import Residency
+from metainfer.plan.step_bytes import (
+    attention_bytes,
+    experts_bytes,
+    logits_bytes,
+    step_widths,
+    stream_bytes,
+)
 
 KERNEL_WORKSPACE_BYTES = 256 * 2**20
 """What kernels may take for tiles and gathered rows, whatever the step; they bound themselves."""
 
-GPU_WORKSPACE_BYTES = 2 * 2**30
-"""The same on a GPU: entries that are decoded for prefill (1.25 GiB at most), scores of the indexer
-(256 MiB) and keys that it lays in order (128 MiB), lists and partial results."""
+INDEX_SCRATCH_BYTES = (256 + 128) * 2**20
+"""What the indexer takes on a GPU at most: scores, and keys that it lays in order."""
 
-PROMPT_LOGITS_BYTES = 64 * 2**20
-"""Logits of prompt rows are made in slices of at most so many bytes (but at least one row)."""
+GPU_WORKSPACE_BYTES = 2 * 2**30
+"""What kernels may take on a GPU: entries that are decoded for prefill (1.25 GiB at most),
+`INDEX_SCRATCH_BYTES`, lists and partial results."""
 
 # Dense weights that take part in fp32 products, whatever the compute dtype is.
-_FP32_PARTS = (".compressor.", ".ffn.gate.", ".weights_proj.")
+_FP32_PARTS = (".compressor.", ".ffn.gate.", ".mlp.gate.", ".weights_proj.")
 _QUANTISED = (DType.F8_E4M3, DType.I8)
 
 
 def weights_bytes(arch: Arch, residency: str, compute_dtype: str) -> int:
     """Memory of the weights of one rank; drafting blocks are not loaded."""
     return sum(
-        _resident_bytes(spec, residency, ELEMENT_BYTES[compute_dtype])
+        resident_bytes(spec, residency, ELEMENT_BYTES[compute_dtype])
         for spec in iterate(arch)
         if not spec.name.startswith(MTP_PREFIX)
     )
 
 
-def _resident_bytes(spec: TensorSpec, residency: str, compute_bytes: int) -> int:
+def resident_bytes(spec: TensorSpec, residency: str, compute_bytes: int) -> int:
     """Memory of one stored tensor once it is loaded."""
     elements = math.prod(spec.shape)
     if spec.dtype in _QUANTISED or spec.name.endswith(".scale"):
@@ -91,44 +99,15 @@ def activation_bytes(
         workspace_bytes: what the kernels of the device may take.
     """
     size = ELEMENT_BYTES[compute_dtype]
-    # The residual streams: old, new, and a copy in fp32 while they are mixed.
-    streams = rows * arch.hc_mult * arch.hidden_size * (2 * size + 4)
+    widths = step_widths(shape_of_v4(arch))
+    streams = stream_bytes(widths, rows, size)
     inner = max(
-        _attention_bytes(arch, rows, size),
-        _experts_bytes(arch, rows, size),
-        _logits_bytes(arch, min(rows, num_seqs)),
+        attention_bytes(widths, rows, size),
+        experts_bytes(widths, rows, size),
+        logits_bytes(arch.vocab_size, min(rows, num_seqs)),
     )
     decode = _decode_bytes(arch, min(rows, num_seqs), max_model_len)
     return streams + inner + decode + workspace_bytes
-
-
-def _attention_bytes(arch: Arch, rows: int, size: int) -> int:
-    """Queries and outputs of the heads, latents, index queries, compressor rows, chosen entries."""
-    heads = arch.num_heads * arch.head_dim
-    narrow = arch.q_lora_rank + arch.head_dim + arch.o_groups * arch.o_lora_rank + arch.hidden_size
-    elements = 2 * heads + 2 * narrow
-    fp32 = 0
-    if any(layer.kind is not LayerKind.SLIDING for layer in arch.layers):
-        fp32 += 4 * arch.head_dim
-    if any(layer.kind is LayerKind.COMPRESSED_SPARSE for layer in arch.layers):
-        elements += 2 * arch.index_num_heads * arch.index_head_dim
-        fp32 += 4 * arch.index_head_dim + arch.index_num_heads + 2 * arch.index_topk
-    return rows * (elements * size + fp32 * 4)
-
-
-def _experts_bytes(arch: Arch, rows: int, size: int) -> int:
-    """Rows sorted by expert, their gate and up, and what comes out, in fp32 where it is summed."""
-    per_choice = arch.hidden_size * (size + 4) + 3 * arch.moe_intermediate_size * size
-    shared = 3 * arch.moe_intermediate_size * arch.num_shared_experts * size
-    per_row = shared + 2 * arch.hidden_size * 4
-    return rows * (arch.experts_per_token * per_choice + per_row)
-
-
-def _logits_bytes(arch: Arch, rows: int) -> int:
-    """Logits of sampled rows with what sampling makes of them (a changed copy, scaled ones, weights
-    of 8 bytes), or a slice of prompt rows with its log-probabilities."""
-    sampled = 5 * rows * arch.vocab_size * 4
-    return max(sampled, 2 * max(PROMPT_LOGITS_BYTES, arch.vocab_size * 4))
 
 
 def _decode_bytes(arch: Arch, rows: int, max_model_len: int) -> int:
