@@ -61,9 +61,9 @@ def _undivided(shape: ModelShape, layouts: Layouts) -> str:
     ):
         if whole % one.tensor:
             each = _ratio(whole, one.tensor)
-            return f"TP{one.tensor}: {whole:,} {what} / {one.tensor} ranks = {each}"
+            return f"{whole:,} {what} / {one.tensor} ranks = {each}"
     if shape.experts % one.expert:
-        return f"EP{one.expert}: {shape.experts} experts do not divide by {one.expert}"
+        return f"{shape.experts} experts do not divide by {one.expert}"
     slices, part = one.expert_slices, expert_part(shape)
     width = shape.expert_width
     if width % (slices * part):
@@ -78,13 +78,13 @@ def _beyond(shape: ModelShape, layouts: Layouts, profile: Profile) -> str:
     """What model or engine do not know."""
     before, one = layouts.prefill, layouts.decode
     if one.pipeline > shape.num_layers:
-        return f"PP{one.pipeline}: the model has {shape.num_layers} layers"
+        return f"the model has {shape.num_layers} layers"
     if before.context > 1 and not profile.shards_tokens:
-        return f"CP{before.context}: the engine ({profile.name}) does not divide prompts over ranks"
+        return f"the engine ({profile.name}) does not divide prompts over ranks"
     if one.kv_shards > 1 and not shape.side.owners():
-        return f"KV{one.kv_shards}: the model keeps no entries that could be sharded"
+        return "the model keeps no entries that could be sharded"
     if one.kv_shards > 1 and not profile.shards_tokens:
-        return f"KV{one.kv_shards}: the engine ({profile.name}) does not shard caches"
+        return f"the engine ({profile.name}) does not shard caches"
     return ""
 
 

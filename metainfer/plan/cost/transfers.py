@@ -53,6 +53,7 @@ class Transfers:
         self._machine = machine
         self._cache: dict[tuple[str, float, int, int], Exchange] = {}
         self.problem = self._links.problem
+        self._nvlink_rate = self._rate_of_nvlink() if self._links.nvlink else 0.0
 
     def p2p(self, ranks: int, groups: int) -> bool:
         """Whether all GPUs of each of the first groups reach each other's memory."""
@@ -84,7 +85,7 @@ class Transfers:
             return Exchange(0.0, "none", MEASURED, "one stage")
         transfer = self._constants.transfer
         if self._links.nvlink:
-            rate = self._nvlink_rate()
+            rate = self._nvlink_rate
             return Exchange(size / rate + 10e-6, "NVLink", INFERRED, _rate(rate))
         if self.p2p(ranks, groups):
             rate = self._links.ring(ranks, groups) * transfer("ring")
@@ -230,11 +231,11 @@ class Transfers:
 
     def _nvlink(self, operation: str, size: float, ranks: int) -> Exchange:
         _, share = _steps(operation, ranks)
-        rate = self._nvlink_rate()
+        rate = self._nvlink_rate
         seconds = self._constants.transfer("nvlink_us") * 1e-6 + share * size / rate
         return Exchange(seconds, "NVLink", INFERRED, _rate(rate))
 
-    def _nvlink_rate(self) -> float:
+    def _rate_of_nvlink(self) -> float:
         card = card_of_gpu(self._gpus[0])
         if card is not None and card.nvlink_bytes_per_s:
             return card.nvlink_bytes_per_s * self._constants.transfer("nvlink")

@@ -1,0 +1,160 @@
+"""What a search found, as text of at most 100 columns."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+
+from metainfer.core.units import format_bytes, format_seconds
+from metainfer.hardware.facts import Unknown
+from metainfer.plan.cost.phases import Step
+from metainfer.plan.search import Candidate, Result
+
+WIDTH = 100
+_SHOWN = 5
+_BAR = 30
+
+
+def summary(result: Result) -> str:
+    """The best layout in a screen."""
+    best = result.best
+    lines = [*_asked(result), "", *_choice(best), ""]
+    lines += [*_rates(result, best), ""]
+    lines += _wrapped("note", result.notes)
+    lines.append("--explain shows where the time goes, the next layouts and why others lose.")
+    return "\n".join(lines)
+
+
+def explained(result: Result) -> str:
+    """The best layout, where its time goes, the next ones, and why others lose."""
+    best = result.best
+    lines = [*_asked(result), "", *_choice(best), "", *_rates(result, best), ""]
+    lines += _wrapped("note", result.notes)
+    lines += _table_of_time(
+        "a token of a prompt (on one replica)", best.prediction.prefill, 1e6, "us"
+    )
+    lines += _table_of_time("a decode step", best.prediction.decode, 1e3, "ms")
+    lines += _rests_on(best)
+    lines += _layouts(result.ranked)
+    lines += _losers(result)
+    return "\n".join(lines).rstrip()
+
+
+def _asked(result: Result) -> list[str]:
+    work, machine = result.workload, result.machine
+    gpus = () if isinstance(machine.gpus, Unknown) else machine.gpus
+    arrives = (
+        f"{work.requests_at_once} at once"
+        if work.request_rate_per_s is None
+        else f"{work.request_rate_per_s:g} a second, {work.requests_at_once} at once"
+    )
+    return [
+        f"model      {result.shape.name}",
+        f"machine    {len(gpus)} x {gpus[0].name}",
+        f"workload   {work.input_tokens:,} tokens in, {work.output_tokens:,} out, {arrives};"
+        f" contexts to {work.longest_context:,}",
+        f"objective  {result.objective}; engine {result.profile.name}",
+    ]
+
+
+def _choice(best: Candidate) -> list[str]:
+    formats = best.formats
+    placed = f"experts {formats.experts}"
+    return [
+        f"prefill    {best.layouts.prefill.name}, chunks of {formats.chunk_rows:,} rows",
+        f"decode     {best.layouts.decode.name}",
+        f"formats    {placed}, caches {formats.latents}, wire {formats.wire}",
+        f"memory     {format_bytes(best.ledger.total_bytes)} of"
+        f" {format_bytes(best.ledger.limit_bytes)} on the fullest GPU",
+    ]
+
+
+def _rates(result: Result, best: Candidate) -> list[str]:
+    told = best.prediction
+    lines = [
+        f"input      {told.input_per_s:,.0f} tok/s (+-{told.input_error:.0%})",
+        f"TTFT       {format_seconds(told.ttft_s)} (+-{told.input_error:.0%})",
+        f"TPOT       {told.tpot_s * 1e3:.1f} ms (+-{told.decode_error:.0%}), that is"
+        f" {1 / told.tpot_s:,.0f} tok/s a sequence and {told.output_per_s:,.0f} in all",
+        f"requests   {told.requests_per_s:.2f} a second, prompts and decoding in turns",
+    ]
+    if told.load is not None:
+        lines.append(f"load       {told.load:.0%} of what these replicas answer")
+    return lines
+
+
+def _table_of_time(title: str, step: Step, scale: float, unit: str) -> list[str]:
+    groups = sorted(step.by_group().items(), key=lambda pair: -pair[1])
+    whole = step.seconds or 1.0
+    lines = [f"Where {title} goes: {whole * scale:.2f} {unit}"]
+    for group, seconds in groups:
+        share = seconds / whole
+        bar = "#" * round(share * _BAR)
+        lines.append(f"  {group:<20}{seconds * scale:>9.2f} {unit}{share:>6.0%}  {bar}")
+    return [*lines, ""]
+
+
+def _rests_on(best: Candidate) -> list[str]:
+    """The inputs that most time rests on."""
+    weights: dict[tuple[str, str, str], float] = {}
+    step = best.prediction.prefill
+    for item in step.items:
+        key = (item.group, item.origin, item.why)
+        weights[key] = weights.get(key, 0.0) + item.seconds / (step.seconds or 1.0)
+    lines = ["What the input rate rests on:"]
+    for (group, origin, why), share in sorted(weights.items(), key=lambda pair: -pair[1])[:6]:
+        text = f"{share:>4.0%}  {group}, {origin}: {why}"
+        lines += textwrap.wrap(text, WIDTH - 2, initial_indent="  ", subsequent_indent=" " * 8)
+    return [*lines, ""]
+
+
+def _layouts(ranked: Sequence[Candidate]) -> list[str]:
+    lines = [
+        f"{'layout (prefill | decode)':<34}{'chunk':>7}{'input tok/s':>13}{'TTFT':>10}"
+        f"{'TPOT ms':>9}{'req/s':>8}{'memory':>11}"
+    ]
+    for one in ranked[:_SHOWN]:
+        told = one.prediction
+        lines.append(
+            f"{one.layouts.name:<34}{one.formats.chunk_rows:>7}{told.input_per_s:>13,.0f}"
+            f"{format_seconds(told.ttft_s):>10}{told.tpot_s * 1e3:>9.1f}"
+            f"{told.requests_per_s:>8.2f}{format_bytes(one.ledger.total_bytes):>11}"
+        )
+    return [*lines, ""]
+
+
+def _losers(result: Result) -> list[str]:
+    lines = []
+    others = result.ranked[1:]
+    if others:
+        lines.append("Why not the others:")
+    for one in others[: 2 * _SHOWN]:
+        lines += _entry(one.layouts.name, one.why)
+    if len(others) > 2 * _SHOWN:
+        lines.append(f"  and {len(others) - 2 * _SHOWN} more, each slower than those above")
+    if result.rejected:
+        lines += ["", f"Refused ({len(result.rejected)}):"]
+    by_reason: dict[str, list[str]] = {}
+    for rejection in result.rejected:
+        by_reason.setdefault(rejection.reason, []).append(rejection.name)
+    for reason, names in list(by_reason.items())[: 2 * _SHOWN]:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        lines += _entry(names[0] + more, reason)
+    if len(by_reason) > 2 * _SHOWN:
+        lines.append(f"  and {len(by_reason) - 2 * _SHOWN} more; --json lists all")
+    return lines
+
+
+def _entry(name: str, text: str) -> list[str]:
+    return textwrap.wrap(
+        f"{name}: {text}", WIDTH - 2, initial_indent="  ", subsequent_indent=" " * 6
+    )
+
+
+def _wrapped(label: str, sentences: Sequence[str]) -> list[str]:
+    lines = []
+    for sentence in sentences:
+        lines += textwrap.wrap(
+            sentence, WIDTH, initial_indent=f"{label:<11}", subsequent_indent=" " * 11
+        )
+    return [*lines, ""] if lines else []
