@@ -20,6 +20,9 @@ from metainfer.weights.index import CheckpointIndex, TensorEntry
 from metainfer.weights.load import _TORCH_DTYPES, Checkpoint
 
 
+CPU = Target("cpu")
+
+
 class ShapesOnly(Checkpoint):
     """The checkpoint of `arch` as one rank of `size` sees it, without a file."""
 
@@ -49,16 +52,19 @@ def build_shapes(
     dtype: torch.dtype = torch.bfloat16,
     activations: str = "plain",
     caches: CacheFormats = FP32_CACHES,
+    registry: Registry | None = None,
+    target: Target = CPU,
 ) -> DeepseekV4:
-    """The model of one of `size` ranks, all of whose kernels are references."""
+    """The model of one of `size` ranks, all of whose kernels are references where no registry is
+    given."""
     group: Any = SimpleNamespace(rank=0, size=size, all_reduce=lambda partial: partial)
     with torch.device("meta"):
         return DeepseekV4(
             arch,
             ShapesOnly(arch, size),
-            registry=Registry(BACKENDS),
-            target=Target("cpu"),
-            kernel_order="*=reference",
+            registry=registry or Registry(BACKENDS),
+            target=target,
+            kernel_order="" if registry else "*=reference",
             group=group,
             device=torch.device("meta"),
             compute_dtype=dtype,
