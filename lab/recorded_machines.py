@@ -513,11 +513,12 @@ def h200() -> Machine:
     return machine(
         Build(card_named("H200"), "NVIDIA H200", GEN5).direct(1),
         curves,
-        [Source("", OWN), Source("gpus.link, cpu, memory, versions", OWN, "memory: of a slice of the host"),
+        [Source("", OWN), Source("gpus.link, cpu, memory, driver, versions", OWN, "memory: of a slice of the host"),
          Source("gpus.parent, bridges", OWN, "at a root port; what is above it a container does not show"),
          Source("curves", "beside each curve")],
         cores=16,
         memory=128 * GIB,
+        driver="580",
         versions={"torch": "2.11.0+cu130", "triton": "3.6.0"},
     )  # fmt: skip
 

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import textwrap
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from metainfer.cli.machine_flag import machine_flag
 from metainfer.cli.terminal import Terminal
 from metainfer.cli.verb import Verb
 from metainfer.core.config import flag
 from metainfer.core.env import SECRETS, read_environment
 from metainfer.core.errors import UserError
 from metainfer.core.units import format_bytes
-from metainfer.hardware.machine import Cpu, Gpu, Machine, Memory, Unknown
+from metainfer.hardware.machine import Cpu, Gpu, Machine, Memory, PcieLink, Unknown
+from metainfer.hardware.topology import islands, shared_uplinks
 from metainfer.plan.plan import Plan
 from metainfer.shipped import SHIPPED_MODEL, model_dir
 
@@ -27,15 +32,16 @@ class EnvOptions:
         "A checkpoint directory or a known name; the shipped model if not given",
         aliases=("--model",),
     )
+    machine: str | None = machine_flag()
     json: bool = flag("--json", "Print the report as JSON", False)
 
 
 def run(terminal: Terminal, options: EnvOptions) -> int:
     from metainfer.bench.record import commit
-    from metainfer.hardware.probe import probe
+    from metainfer.hardware.known import machine_of
     from metainfer.plan.explain import explain
 
-    machine = probe()
+    machine = machine_of(options.machine)
     model = options.model or SHIPPED_MODEL
     plan = _plan(machine, model)
     variables = {
@@ -53,10 +59,11 @@ def run(terminal: Terminal, options: EnvOptions) -> int:
         }
         terminal.data(json.dumps(report, indent=2))
         return 0
-    rows = [("commit", commit()), *machine_rows(machine)]
+    rows = [("commit", commit()), *machine_rows(machine), *wiring_rows(machine)]
     rows += [("variable", f"{name}={value}") for name, value in variables.items()]
     rows += [("model", model)]
-    terminal.data("\n".join(f"{label:<10}{text}" for label, text in rows))
+    rows += [("source", text) for text in _sources(machine)]
+    terminal.data("\n".join(_wrapped(label, text) for label, text in rows))
     terminal.data("\n" + (explain(plan) if isinstance(plan, Plan) else f"no plan: {plan.message}"))
     if isinstance(plan, UserError) and plan.hint:
         terminal.data(f"hint: {plan.hint}")
@@ -71,9 +78,74 @@ def machine_rows(machine: Machine) -> list[tuple[str, str]]:
     if isinstance(machine.gpus, Unknown):
         rows += [("gpus", f"unknown: {machine.gpus.why}")]
     else:
-        rows += [("gpu", _gpu(gpu)) for gpu in machine.gpus] or [("gpus", "none")]
+        rows += [("gpu", text) for text in _counted(map(_gpu, machine.gpus))] or [("gpus", "none")]
         rows += [("driver", _known(machine.driver))]
-    return [*rows, ("versions", ", ".join(versions))]
+    return [*rows, ("versions", ", ".join(versions) or "not recorded")]
+
+
+def wiring_rows(machine: Machine) -> list[tuple[str, str]]:
+    """(label, fact) of links of GPUs, who shares them, pairs, and what was measured."""
+    if isinstance(machine.gpus, Unknown) or not machine.gpus:
+        return []
+    rows = [("link", text) for text in _counted(_link(gpu.link) for gpu in machine.gpus)]
+    shared, sides = shared_uplinks(machine), islands(machine)
+    if not isinstance(shared, Unknown):
+        rows += [("shared", f"{name} by GPUs {_listed(gpus)}") for name, gpus in shared.items()]
+    if not isinstance(sides, Unknown) and len(sides) > 1:
+        rows += [("sockets", " and ".join(f"GPUs {_listed(gpus)}" for gpus in sides))]
+    if len(machine.gpus) > 1:
+        rows += [("peers", _peers(machine))]
+    if machine.curves or machine.rates:
+        counts = f"{len(machine.curves)} curves and {len(machine.rates)} rates"
+        rows += [("measured", f"{counts}; `metainfer env --json` has them with their sources")]
+    return rows
+
+
+def _counted(texts: Iterable[str]) -> list[str]:
+    """Texts in their order; of the same ones the first, with how many there are."""
+    return [f"{n}x {text}" if n > 1 else text for text, n in Counter(texts).items()]
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+def _link(link: PcieLink | Unknown) -> str:
+    if isinstance(link, Unknown):
+        return f"unknown ({link.why})"
+    rate, generation, width = link.bytes_per_s(), _known(link.generation), _known(link.width)
+    speed = "" if isinstance(rate, Unknown) else f", {rate / 1e9:.1f} GB/s each way by its coding"
+    return f"PCIe generation {generation}, {width} lanes{speed}"
+
+
+def _peers(machine: Machine) -> str:
+    """How many ordered pairs reach each other's memory, and why the others do not."""
+    if isinstance(machine.peers, Unknown):
+        return _known(machine.peers)
+    yes = sum(peer.p2p is True for peer in machine.peers)
+    text = f"{yes} of {len(machine.peers)} ways from GPU to GPU reach the other's memory"
+    reasons = _counted(peer.why for peer in machine.peers if peer.p2p is False)
+    over = ", linked by NVLink" if machine.nvlink is True else ""
+    return text + over + (f"; else: {', '.join(reasons)}" if reasons else "")
+
+
+def _sources(machine: Machine) -> list[str]:
+    """Of a recorded machine: where each group of facts is from, and what was concluded."""
+    return [
+        f"{source.fields or 'all'}: {source.source}"
+        + (f" (inferred: {source.inferred})" if source.inferred else "")
+        for source in machine.sources
+    ]
+
+
+def _wrapped(label: str, text: str) -> str:
+    """A row of at most 100 columns; what has no blanks stays whole, and so do variables."""
+    if label == "variable":
+        return f"{label:<10}{text}"
+    return textwrap.fill(
+        text, 100, initial_indent=f"{label:<10}", subsequent_indent=" " * 10,
+        break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
 
 
 def _cpu(cpu: Cpu) -> str:
@@ -97,7 +169,7 @@ def _gpu(gpu: Gpu) -> str:
     return f"{gpu.name}, sm_{major}{minor}, {size}, free {free}"
 
 
-def _known(fact: str | Unknown | tuple[str, ...]) -> str:
+def _known(fact: object) -> str:
     return f"unknown ({fact.why})" if isinstance(fact, Unknown) else str(fact)
 
 
@@ -124,5 +196,9 @@ VERB = Verb(
     "Report on machine, versions and plan, to paste",
     (("what it is about", EnvOptions),),
     run,
-    ("metainfer env", "metainfer env deepseek-v4-flash --json"),
+    (
+        "metainfer env",
+        "metainfer env deepseek-v4-flash --json",
+        "metainfer env deepseek-v4-flash --machine rtx-pro-6000-x8",
+    ),
 )

@@ -15,6 +15,14 @@ _NO_SPECULATION = "speculative decoding is not in this version: leave it out"
 _NO_PREFIX_CACHE = "prefixes are not reused in this version: leave it out"
 _PARSER_BY_MODEL = "the output parser follows from the model: leave it out"
 
+ELSEWHERE: Mapping[str, str] = MappingProxyType(
+    {
+        "--machine": "it works on the machine at hand: `metainfer env`, `probe`, `plan`, `doctor`"
+        " and `kernels coverage` look at a recorded one",
+    }
+)
+"""Flags that only some verbs have: what those without them say."""
+
 FOREIGN_FLAGS: Mapping[str, str] = MappingProxyType(
     {
         "--attention-backend": "kernels are chosen by the plan: leave it out",

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from metainfer.cli.kernels_text import coverage_text
+from metainfer.cli.machine_flag import machine_flag
 from metainfer.cli.terminal import Terminal
 from metainfer.cli.verb import Verb
 from metainfer.core.config import flag
 from metainfer.core.errors import UserError
+from metainfer.hardware.machine import Machine, Unknown
 from metainfer.ops.cache_formats import INDEX_DTYPES, LATENT_DTYPES
-from metainfer.ops.targets import CARD_KINDS
+from metainfer.ops.targets import CARD_KINDS, CardKind
 from metainfer.ops.use import PARTS
 from metainfer.shipped import SHIPPED_MODEL
 
@@ -60,6 +62,7 @@ class CoverageOptions:
         unit="kind",
         many=True,
     )
+    machine: str | None = machine_flag()
     prefill_rows: tuple[int, ...] = flag(
         "--prefill-rows",
         "Rows of steps of prefill",
@@ -89,6 +92,11 @@ class CoverageOptions:
 
     def __post_init__(self) -> None:
         check_targets(self.targets)
+        if self.targets and self.machine is not None:
+            raise UserError(
+                "--target and --machine both say which cards are meant",
+                hint="leave one of them out",
+            )
         for flag_name, values in (
             ("--tensor-parallel-size", self.tensor_parallel_sizes),
             ("--prefill-rows", self.prefill_rows),
@@ -97,6 +105,30 @@ class CoverageOptions:
         ):
             if any(value is not None and value < 1 for value in values):
                 raise UserError(f"{flag_name} must be at least 1")
+
+
+def kinds_of(machine: Machine, name: str) -> dict[str, CardKind]:
+    """The kinds of card of a machine, with its own multiprocessors, by the name of the target.
+
+    Raises UserError where there are no GPUs, or cards that there are no kernels for.
+    """
+    if isinstance(machine.gpus, Unknown) or not machine.gpus:
+        why = machine.gpus.why if isinstance(machine.gpus, Unknown) else "none is listed"
+        raise UserError(f"--machine {name} has no known GPU ({why})", hint="name a --target")
+    targets = {kind.capability: target for target, kind in CARD_KINDS.items()}
+    kinds: dict[str, CardKind] = {}
+    for gpu in machine.gpus:
+        target = targets.get(gpu.capability)
+        if target is None:
+            major, minor = gpu.capability
+            raise UserError(
+                f"--machine {name}: there are no kernels for sm_{major}{minor} ({gpu.name})",
+                hint="there are for " + ", ".join(CARD_KINDS),
+            )
+        kind, count = CARD_KINDS[target], gpu.multiprocessors
+        count = kind.multiprocessors if isinstance(count, Unknown) else count
+        kinds.setdefault(target, replace(kind, multiprocessors=count, card=gpu.name))
+    return kinds
 
 
 def run(terminal: Terminal, options: CoverageOptions) -> int:
@@ -118,6 +150,7 @@ def run(terminal: Terminal, options: CoverageOptions) -> int:
 def _reports(terminal: Terminal, options: CoverageOptions) -> list[dict[str, Any]]:
     """One for each target and layout."""
     from metainfer.arch.families import read_attention
+    from metainfer.hardware.known import machine_of
     from metainfer.hardware.probe import probe
     from metainfer.kernels.coverage import Request, cover
     from metainfer.kernels.coverage_report import Subject, cards_that_ran, report
@@ -127,10 +160,12 @@ def _reports(terminal: Terminal, options: CoverageOptions) -> list[dict[str, Any
     from metainfer.plan.settings import EngineSettings
 
     model, part = options.model or SHIPPED_MODEL, options.part or ""
-    targets = options.targets or tuple(CARD_KINDS)
+    kinds = {target: CARD_KINDS[target] for target in options.targets or CARD_KINDS}
+    if options.machine is not None:
+        kinds = kinds_of(machine_of(options.machine), options.machine)
     subjects = [
-        Subject(model, ranks, part, target, CARD_KINDS[target])
-        for target in targets
+        Subject(model, ranks, part, target, kind)
+        for target, kind in kinds.items()
         for ranks in options.tensor_parallel_sizes
     ]
     longest = read_attention(model).max_model_len
@@ -157,7 +192,7 @@ def _reports(terminal: Terminal, options: CoverageOptions) -> list[dict[str, Any
             options.decode_batches,
             on_progress=progress.update,
         )
-    ran = {target: cards_that_ran(target) for target in targets}
+    ran = {target: cards_that_ran(target) for target in kinds}
     return [
         report(subject, rows, ran[subject.target])
         for subject, rows in zip(subjects, found, strict=True)
@@ -172,5 +207,6 @@ VERB = Verb(
     (
         "metainfer kernels coverage deepseek-v4-flash --tensor-parallel-size 8 --target sm_120",
         "metainfer kernels coverage glm-5.3 --tensor-parallel-size 1 4 8 --part attention --json",
+        "metainfer kernels coverage deepseek-v4.1-flash --machine rtx-6000d-x8 --tp 1 2 4 8",
     ),
 )

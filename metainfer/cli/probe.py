@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from metainfer.cli.machine_flag import machine_flag
 from metainfer.cli.terminal import Terminal
 from metainfer.cli.verb import Verb
 from metainfer.core.config import flag
@@ -15,6 +16,7 @@ class ProbeOptions:
     """What is looked at, and where the record goes."""
 
     out: Path | None = flag("--out", "Write the record to this file", aliases=("-o",))
+    machine: str | None = machine_flag()
     json: bool = flag("--json", "Print the record as JSON", False)
 
 
@@ -23,10 +25,10 @@ def run(terminal: Terminal, options: ProbeOptions) -> int:
     from metainfer.cli.env import machine_rows
     from metainfer.cli.machine_text import machine_lines
     from metainfer.hardware.facts import Unknown
-    from metainfer.hardware.probe import probe
+    from metainfer.hardware.known import machine_of
     from metainfer.hardware.topology import fingerprint
 
-    machine = probe()
+    machine = machine_of(options.machine)
     if options.out is not None:
         write_whole(options.out, (machine.to_json() + "\n").encode())
         terminal.say(f"wrote {options.out}")
@@ -46,5 +48,9 @@ VERB = Verb(
     "Look at this machine: GPUs, links, pairs, host",
     (("the machine", ProbeOptions),),
     run,
-    ("metainfer probe", "metainfer probe --out machine.json"),
+    (
+        "metainfer probe",
+        "metainfer probe --out machine.json",
+        "metainfer probe --machine rtx-pro-6000-x8",
+    ),
 )

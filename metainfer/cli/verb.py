@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from metainfer.cli.foreign_flags import FOREIGN_FLAGS
+from metainfer.cli.foreign_flags import ELSEWHERE, FOREIGN_FLAGS
 from metainfer.core.config import add_flags, flags_of, help_rows, read_flags
 from metainfer.core.errors import UserError
 
@@ -94,6 +94,8 @@ def _unknown_argument(verb: Verb, word: str) -> UserError:
         return UserError(message, hint=f"it is spelled {dashed}")
     if dashed in FOREIGN_FLAGS:
         return UserError(message, hint=FOREIGN_FLAGS[dashed])
+    if dashed in ELSEWHERE:
+        return UserError(message, hint=ELSEWHERE[dashed])
     near = difflib.get_close_matches(dashed, known, n=1, cutoff=0.6)
     hint = f"did you mean {near[0]}? " if near else ""
     return UserError(message, hint=f"{hint}metainfer {verb.name} --help lists all flags")

@@ -49,3 +49,31 @@ def test_a_misspelt_name_gets_the_known_ones_and_no_key() -> None:
     assert (ran.code, ran.err) == (0, "")
     assert "no plan: there is no model at 'pebbel'\nhint: give a checkpoint directory" in ran.out
     assert "hush" not in ran.out
+
+
+def test_a_recorded_machine_is_reported_with_its_sources() -> None:
+    ran = metainfer("env", "--machine", "rtx-pro-6000-x8")
+    assert (ran.code, ran.err) == (0, "")
+    for line in (
+        "gpu       8x NVIDIA RTX PRO 6000 Blackwell Workstation Edition, sm_120, 102.6 GB",
+        "link      8x PCIe generation 5, 16 lanes, 63.0 GB/s each way",
+        "shared    switch 3 by GPUs 6, 7",
+        "peers     56 of 56 ways from GPU to GPU reach the other's memory",
+        "source    rates: cards.json: RTX PRO 6000",
+    ):
+        assert line in ran.out
+    assert max(map(len, ran.out.split("\nsource", 1)[0].splitlines())) <= 100
+    sides = metainfer("env", "--machine", "l40s-x8").out
+    assert "\nsockets   GPUs 0, 1, 2, 3 and GPUs 4, 5, 6, 7\n" in sides
+    alone = " ".join(metainfer("env", "--machine", "rtx-4090-x4").out.split())
+    assert "peers 0 of 12 ways" in alone and "12x not supported by the driver as shipped" in alone
+    report = json.loads(metainfer("env", "--machine", "b300-x8", "--json").out)
+    assert report["machine"]["nvlink"] is True
+
+
+@pytest.mark.parametrize("verb", ["serve", "run", "verify", "bench serve", "bench ops"])
+def test_verbs_that_need_the_machine_itself_refuse_a_recorded_one(verb: str) -> None:
+    ran = metainfer(*verb.split(), "--machine", "rtx-pro-6000-x8")
+    assert ran.code == 2 and ran.out == ""
+    assert f"metainfer {verb} has no flag --machine" in ran.err
+    assert "hint: it works on the machine at hand" in ran.err

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from metainfer.cli.kernels_coverage import kinds_of
 from metainfer.core.errors import UserError
 from metainfer.hardware import known
 from metainfer.hardware.cards import all_cards, card_named, card_of, card_of_gpu
@@ -20,6 +21,7 @@ from metainfer.hardware.known import machine_names, machine_of
 from metainfer.hardware.machine import Gpu, Machine
 from metainfer.hardware.pcie import PcieLink
 from metainfer.hardware.topology import fingerprint, islands, p2p_everywhere, shared_uplinks, way
+from tests.fakes.command import metainfer
 
 ROOT = Path(__file__).parents[2]
 NAMES = {
@@ -224,3 +226,29 @@ def test_records_ship_with_the_package():
     assert {"hardware/cards.json", "hardware/machines/*.json"} <= set(
         data["package-data"]["metainfer"]
     )
+
+
+# ---- which kernels a machine needs ----
+
+
+def test_coverage_takes_kinds_of_cards_from_the_machine():
+    (target,) = (kinds := kinds_of(machine_of("rtx-6000d-x8"), "rtx-6000d-x8"))
+    kind = kinds[target]
+    assert (target, kind.multiprocessors, kind.card) == ("sm_120", 156, "NVIDIA RTX 6000D")
+    mixed = replace(
+        machine_of("l40s-x4"),
+        gpus=(*gpus_of(machine_of("l40s-x4")), *gpus_of(machine_of("a100-pcie-x8"))),
+    )
+    assert list(kinds_of(mixed, "mine.json")) == ["sm_89", "sm_80"]
+    for machine, sentence in (
+        (machine_of("b300-x8"), "no kernels for sm_103"),
+        (replace(mixed, gpus=()), "no known GPU"),
+        (replace(mixed, gpus=Unknown("there is no driver")), "there is no driver"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            kinds_of(machine, "mine.json")
+
+
+def test_target_and_machine_do_not_go_together():
+    ran = metainfer("kernels", "coverage", "--machine", "l40s-x8", "--target", "sm_80")
+    assert ran.code == 2 and "--target and --machine both say" in ran.err
