@@ -19,7 +19,6 @@ from metainfer.ops.cache_formats import FP32_CACHES, CacheFormats
 from metainfer.weights.index import CheckpointIndex, TensorEntry
 from metainfer.weights.load import _TORCH_DTYPES, Checkpoint
 
-
 CPU = Target("cpu")
 
 
