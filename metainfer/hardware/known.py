@@ -1,4 +1,8 @@
-"""Machines by name: recorded ones ship with the package, others come from a file or the probe."""
+"""Machines by name: recorded ones ship with the package, others come from a file or the probe.
+
+Of several curves of a recorded machine with the same means, operation and GPUs the first fits it
+best; the others are of sites or settings that differ.
+"""
 
 from __future__ import annotations
 
