@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -14,7 +14,7 @@ from metainfer.plan.candidates import Rejection, candidates, fits_chunk
 from metainfer.plan.cost.constants import Constants, Profile, read_constants
 from metainfer.plan.cost.phases import Phases
 from metainfer.plan.cost.predict import Prediction, predict
-from metainfer.plan.cost.shape import BF16, FP4, expert_format, with_experts
+from metainfer.plan.cost.shape import BF16, FP4, FP8, expert_format, in_formats, linear_format
 from metainfer.plan.layouts import RELEASED, Formats, Layouts
 from metainfer.plan.workload import Workload
 
@@ -22,6 +22,9 @@ THROUGHPUT, TTFT, INTERACTIVE = "throughput", "ttft", "interactive"
 OBJECTIVES = (THROUGHPUT, TTFT, INTERACTIVE)
 CHUNKS = (2048, 4096, 8192, 16384)
 """Rows of the largest prefill step that are tried."""
+
+_PLACES = ("host", "gpu", "disk")
+"""Of n-gram tables, the one that leaves most to caches first."""
 
 
 class Fits(Protocol):
@@ -106,34 +109,44 @@ def search(
             f"{shape.name} reads {shape.side.max_model_len:,} tokens at most; the workload has"
             f" {workload.longest_context:,}"
         )
-    asked = shape
-    forms = [RELEASED]
-    if expert_format(shape) not in (FP4, BF16) or expert_format(shape) == BF16:
-        forms.append(FP4)
-    notes: list[str] = []
     rejected: list[Rejection] = []
-    for form in forms:
-        if form != RELEASED:
-            shape = with_experts(asked, form)
-            notes.append(
-                f"{asked.name} as released fits in no layout: planned with experts in 4 bits,"
-                " for which a converted checkpoint is needed"
-            )
-        phases = Phases(shape, machine, constants, engine)
+    for form in _conversions(shape):
+        phases = Phases(in_formats(shape, form), machine, constants, engine)
         if phases.problem:
             raise UserError(
                 f"no plan: {phases.problem}", hint="`metainfer probe --measure` records it"
             )
-        layouts, refused = candidates(shape, gpus, engine)
-        found = _try_all(phases, machine, layouts, workload, form, ledger, objective)
+        layouts, refused = candidates(phases.shape, gpus, engine)
+        found = _try_all(phases, shape, machine, layouts, workload, form, ledger, objective)
         rejected = [*refused, *found.refused]
         if found.fitting:
             ranked = sorted(found.fitting.values(), key=lambda one: _key(objective, one))
             said = tuple(_explained(one, ranked[0], objective) for one in ranked)
-            notes += _notes(phases, said[0], workload)
-            return Result(shape, machine, workload, objective, engine, said, tuple(rejected),
-                          tuple(notes), phases)  # fmt: skip
-    raise UserError(_nothing_fits(asked, gpus, rejected), hint=_smallest(rejected))
+            notes = (*_converted(shape, form), *_notes(phases, said[0], workload))
+            return Result(
+                shape, machine, workload, objective, engine, said, tuple(rejected), notes, phases
+            )
+    raise UserError(_nothing_fits(shape, gpus, rejected), hint=_smallest(rejected))
+
+
+def _conversions(shape: ModelShape) -> list[Formats]:
+    """The released formats, then smaller ones, where those fit in no layout."""
+    found = [Formats()]
+    if expert_format(shape) in (BF16, FP8):
+        found.append(Formats(experts=FP4))
+        if linear_format(shape) == BF16:
+            found.append(Formats(experts=FP4, linear=FP8))
+    return found
+
+
+def _converted(shape: ModelShape, form: Formats) -> list[str]:
+    if form.experts == RELEASED:
+        return []
+    also = "" if form.linear == RELEASED else f", its other matrices in {form.linear}"
+    return [
+        f"{shape.name} as released fits in no layout: planned with experts in {form.experts}{also},"
+        " for which a converted checkpoint is needed"
+    ]
 
 
 def _gpus(machine: Machine) -> int:
@@ -152,31 +165,26 @@ def _gpus(machine: Machine) -> int:
 
 def _try_all(
     phases: Phases,
+    released: ModelShape,
     machine: Machine,
     all_layouts: Iterable[Layouts],
     workload: Workload,
-    form: str,
+    form: Formats,
     ledger: Ledger,
     objective: str,
 ) -> _Found:
     """For each layout the formats that are best of those that fit."""
     found = _Found()
     for layouts in all_layouts:
-        options = [
-            (formats, predict(phases, layouts, formats, workload))
-            for formats in _formats(phases.shape, workload, form)
-            if fits_chunk(layouts, min(formats.chunk_rows, workload.input_tokens))
-        ]
-        options.sort(key=lambda option: _rank(objective, option[1]))
-        reason = "a prompt has less than 128 tokens for each rank of its group"
-        for formats, prediction in options:
-            fits = ledger(phases.shape, machine, layouts, workload, formats)
+        reason = ""
+        for formats, prediction in _options(phases, layouts, workload, form, objective):
+            fits = ledger(released, machine, layouts, workload, formats)
             if fits.fits:
-                candidate = Candidate(layouts, formats, prediction, fits)
-                _keep(found.fitting, candidate, objective)
+                _keep(found.fitting, Candidate(layouts, formats, prediction, fits), objective)
                 break
             reason = fits.reason
         else:
+            reason = reason or "a prompt has less than 128 tokens for each rank of its group"
             found.refused.append(Rejection(layouts.name, reason))
     return found
 
@@ -190,14 +198,20 @@ def _keep(fitting: dict[Any, Candidate], one: Candidate, objective: str) -> None
         fitting[key] = one
 
 
-def _formats(shape: ModelShape, workload: Workload, form: str) -> list[Formats]:
-    """Chunks that differ for prompts of this length, and where n-gram tables are kept."""
+def _options(
+    phases: Phases, layouts: Layouts, workload: Workload, form: Formats, objective: str
+) -> Iterator[tuple[Formats, Prediction]]:
+    """What to try in a layout, the best first: n-gram tables outside the GPU where they fit
+    there, and chunks that differ for prompts of this length."""
     enough = [size for size in CHUNKS if size < workload.input_tokens * workload.requests_at_once]
-    sizes = CHUNKS[: len(enough) + 1]
-    places = ("host", "gpu") if shape.engram is not None else ("host",)
-    return [
-        Formats(experts=form, chunk_rows=size, engram=place) for place in places for size in sizes
-    ]
+    for place in _PLACES if phases.shape.engram is not None else _PLACES[:1]:
+        options = [
+            (formats, predict(phases, layouts, formats, workload))
+            for size in CHUNKS[: len(enough) + 1]
+            if fits_chunk(layouts, min(size, workload.input_tokens))
+            for formats in (replace(form, chunk_rows=size, engram=place),)
+        ]
+        yield from sorted(options, key=lambda option: _rank(objective, option[1]))
 
 
 def _rank(objective: str, prediction: Prediction) -> tuple[float, ...]:

@@ -12,7 +12,7 @@ from metainfer.hardware.machine import Machine
 from metainfer.ops.attention import row_bytes
 from metainfer.ops.formats import INDEX_FORMATS
 from metainfer.plan.cost import experts
-from metainfer.plan.cost.constants import MEASURED, Constants, Profile
+from metainfer.plan.cost.constants import INFERRED, Constants, Profile
 from metainfer.plan.cost.rates import Rates
 from metainfer.plan.cost.shape import FP8, linear_format, replays_from
 from metainfer.plan.cost.transfers import (
@@ -109,7 +109,8 @@ class Phases:
         exposed = 1.0 - self.profile.hidden
         for exchange, count in self._prefill_exchanges(layout, formats, rows, tokens):
             items.append(_item(exchange, count * exposed))
-        items.append(Item(HOST, self.profile.chunk_us * 1e-6, MEASURED, "the host, a chunk"))
+        items.append(Item(HOST, self.profile.chunk_us * 1e-6, INFERRED, "the host, a chunk"))
+        items += self._table_rows(formats, rows, sum(item.seconds for item in items))
         return Step(tuple(items))
 
     def decode(self, layout: Layout, rows: int, tokens: int) -> Step:
@@ -119,7 +120,7 @@ class Phases:
         items = list(self._computed(self._share(layout, each, tokens, each, decode=True)))
         for exchange, count in self._decode_exchanges(layout, each):
             items.append(_item(exchange, count))
-        items.append(Item(HOST, self.profile.step_us * 1e-6, MEASURED, "the host, a step"))
+        items.append(Item(HOST, self.profile.step_us * 1e-6, INFERRED, "the host, a step"))
         return Step(tuple(items))
 
     def _share(self, layout: Layout, rows: int, tokens: int, seqs: int, decode: bool) -> Share:
@@ -184,6 +185,19 @@ class Phases:
             yield from self._gathered_context(layout, tokens)
         if layout.pipeline > 1:
             yield self._handed_on(layout, rows), layout.pipeline - 1
+
+    def _table_rows(self, formats: Formats, rows: int, rest_s: float) -> list[Item]:
+        """Rows of n-gram tables, which are known a chunk ahead: what the rest does not hide."""
+        engram = self.shape.engram
+        if engram is None or formats.engram == "gpu":
+            return []  # each rank's own, and a gather far smaller than those of activations
+        reads = rows * engram.rows_per_token * len(engram.layers)
+        if formats.engram == "disk":
+            seconds = reads / self.constants.transfer("disk_reads_per_s")
+        else:
+            seconds = reads * engram.row_bytes / self.transfers.from_host()
+        why = f"rows of n-gram tables from {formats.engram}"
+        return [Item(TRANSFERS, max(0.0, seconds - rest_s), INFERRED, why)]
 
     @property
     def _streams(self) -> int:

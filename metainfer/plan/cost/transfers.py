@@ -75,6 +75,10 @@ class Transfers:
             self._cache[key] = min(ways, key=lambda way: way.seconds)
         return self._cache[key]
 
+    def from_host(self) -> float:
+        """Bytes a second that each GPU reads of host memory, all at once."""
+        return self._links.host() * self._constants.transfer("staged")
+
     def send(self, size: float, ranks: int, groups: int) -> Exchange:
         """From each stage of a pipeline to the next, all at once, as if over one link.
 

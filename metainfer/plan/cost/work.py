@@ -27,7 +27,9 @@ from metainfer.plan.cost.experts import touched
 from metainfer.plan.cost.shape import (
     BF16,
     F32,
+    FP4,
     FP8,
+    NVFP4,
     WEIGHT_BYTES,
     expert_format,
     linear_format,
@@ -367,7 +369,10 @@ class _Counter:
         # Inputs of a pair, both halves inside, what is rounded, and what is added up in fp32.
         moved += pairs * (width + 6.0 * inner) + 6.0 * rows * width
         each = pairs / read
-        work = f"experts {expert_format(shape)}" if share.coded else "experts bf16"
+        form = expert_format(shape)
+        # Both kinds of e2m1 multiply rows of e4m3.
+        form = FP4 if form == NVFP4 else form
+        work = f"experts {form}" if share.coded else "experts bf16"
         return Part(EXPERTS, work, each, 2.0 * pairs * per_expert, moved, 2, width=int(inner))
 
     def table(self, engram: EngramShape) -> list[Part]:
