@@ -19,6 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from metainfer.kernels.triton.decode_rows import (
+    LENGTHS,
     as_words,
     copy_keys,
     fetch,
@@ -194,7 +195,7 @@ def attend_lists(
     return top_M, mass_MN, acc_MD
 
 
-@gluon.jit(do_not_specialize=["rows", "heads", "window_columns", "entry_columns", "splits"])
+@gluon.jit(do_not_specialize=LENGTHS)
 def decode_mma(  # noqa: PLR0915 (layouts tie all of it together)
     q, ring, window_rows, sink, entries, entry_rows, out, lse,
     rows, heads, window_columns, entry_columns, splits,

@@ -13,7 +13,12 @@ import triton.language as tl
 from metainfer.kernels.triton.prefill_plain import attend_tile
 
 
-@triton.jit(do_not_specialize=["rows", "window_columns", "entry_columns", "splits"])
+@triton.jit(
+    do_not_specialize=[
+        "rows", "window_columns", "entry_columns", "splits", "window_list_stride",
+        "entry_list_stride",
+    ]
+)  # fmt: skip
 def decode_plain(
     q, ring, window_rows, sink, entries, entry_rows, out, lse,
     rows, heads, window_columns, entry_columns, splits,

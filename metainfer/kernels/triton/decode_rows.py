@@ -26,6 +26,12 @@ as_words = getattr(gl.shared_memory_descriptor, "reinterpret", None) or (
     gl.shared_memory_descriptor._reinterpret  # before Triton 3.9
 )
 
+LENGTHS = (
+    "rows", "heads", "window_columns", "entry_columns", "splits", "window_list_stride",
+    "entry_list_stride",
+)  # fmt: skip
+"""Arguments of the kernels whose values compile nothing anew: lists are as long as contexts."""
+
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 

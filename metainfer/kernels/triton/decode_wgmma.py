@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from metainfer.kernels.triton.decode_rows import (
+    LENGTHS,
     as_words,
     copy_keys,
     fetch,
@@ -113,7 +114,7 @@ def attend(  # noqa: PLR0915 (what runs side by side is written side by side)
     return top_M, mass_MN, acc_MD
 
 
-@gluon.jit(do_not_specialize=["rows", "heads", "window_columns", "entry_columns", "splits"])
+@gluon.jit(do_not_specialize=LENGTHS)
 def decode_wgmma(  # noqa: PLR0915 (layouts tie all of it together)
     q, ring, window_rows, sink, entries, entry_rows, out, lse,
     rows, heads, window_columns, entry_columns, splits,

@@ -62,7 +62,8 @@ class Tiles:
 
 
 def tiles_of(rows: int, channels: int, step: int, slices: int, streams: int = 1) -> Tiles:
-    """Tiles for `rows` rows of `channels` channels each, in about `slices` slices.
+    """Tiles for `rows` rows of `channels` channels each, in about `slices` slices. They are the
+    same from one power of two to the next, so that few are ever compiled.
 
     Args:
         step: channels of one step.
@@ -70,7 +71,8 @@ def tiles_of(rows: int, channels: int, step: int, slices: int, streams: int = 1)
     """
     height = min(_FEW_ROWS, max(16, triton.next_power_of_2(rows)))
     steps = triton.cdiv(channels, step)
-    wanted = max(1, min(steps, max(_FEWEST_SLICES, slices // max(1, triton.cdiv(rows, height)))))
+    tiles = triton.next_power_of_2(max(1, triton.cdiv(rows, height)))
+    wanted = max(1, min(steps, max(_FEWEST_SLICES, slices // tiles)))
     per_slice = triton.cdiv(steps, wanted)
     splits = triton.cdiv(steps, per_slice)
     even = splits * per_slice * step == channels
