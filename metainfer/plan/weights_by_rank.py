@@ -142,13 +142,13 @@ def weight_parts(shape: ModelShape, formats: Formats) -> tuple[Part, ...]:
     for spec in tensors_of(shape, stored_as(shape, formats), every_expert=False):
         if _TOWER.match(spec.name):
             continue
-        for key, copies in _keys(shape, spec, formats.draft):
+        for key, copies in keys_of(shape, spec, formats.draft):
             size = resident_bytes(spec, Residency.QUANTISED, _COMPUTE_BYTES)
             sums[key] += size * copies
     return tuple(Part(*key, size) for key, size in sums.items())
 
 
-def _keys(
+def keys_of(
     shape: ModelShape, spec: TensorSpec, draft: bool
 ) -> Iterator[tuple[tuple[str, Share, Place], int]]:
     """Where the bytes of a tensor go, and how many of its kind it stands for."""
