@@ -104,9 +104,11 @@ class Layouts:
 
     @property
     def name(self) -> str:
+        """Such as "2 x CP4 EP4 | TP4": how decode differs stands behind the bar."""
         if self.prefill == self.decode:
             return self.decode.name
-        return f"{self.prefill.name} | {self.decode.name}"
+        differs = Layout(tensor=self.decode.tensor, context=self.decode.context)
+        return f"{self.prefill.name} | {differs.name}"
 
 
 @dataclass(frozen=True, slots=True)

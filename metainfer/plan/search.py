@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from metainfer.arch.shapes import ModelShape
 from metainfer.core.errors import UserError
@@ -80,12 +80,20 @@ class Result:
         return self.ranked[0]
 
 
+_Ways = tuple[int, ...]
+"""How GPUs are divided, whatever is dealt out within a group."""
+
+
 @dataclass
 class _Found:
     """While searching."""
 
-    fitting: dict[Any, Candidate] = field(default_factory=dict)
-    refused: list[Rejection] = field(default_factory=list)
+    fitting: dict[_Ways, Candidate] = field(default_factory=dict)
+    refused: dict[_Ways, Rejection] = field(default_factory=dict)
+
+    def rejections(self) -> list[Rejection]:
+        """Of ways to divide GPUs of which no variant fits; the plainest stands for all."""
+        return [said for ways, said in self.refused.items() if ways not in self.fitting]
 
 
 def search(
@@ -118,7 +126,7 @@ def search(
             )
         layouts, refused = candidates(phases.shape, gpus, engine)
         found = _try_all(phases, shape, machine, layouts, workload, form, ledger, objective)
-        rejected = [*refused, *found.refused]
+        rejected = [*refused, *found.rejections()]
         if found.fitting:
             ranked = sorted(found.fitting.values(), key=lambda one: _key(objective, one))
             said = tuple(_explained(one, ranked[0], objective) for one in ranked)
@@ -185,17 +193,21 @@ def _try_all(
             reason = fits.reason
         else:
             reason = reason or "a prompt has less than 128 tokens for each rank of its group"
-            found.refused.append(Rejection(layouts.name, reason))
+            found.refused.setdefault(_ways(layouts), Rejection(layouts.name, reason))
     return found
 
 
-def _keep(fitting: dict[Any, Candidate], one: Candidate, objective: str) -> None:
+def _ways(layouts: Layouts) -> _Ways:
+    before, after = layouts.prefill, layouts.decode
+    return (before.replicas, before.tensor, before.context, before.pipeline, after.tensor)
+
+
+def _keep(fitting: dict[_Ways, Candidate], one: Candidate, objective: str) -> None:
     """The best of those that divide GPUs alike."""
-    before, after = one.layouts.prefill, one.layouts.decode
-    key = (before.replicas, before.tensor, before.context, before.pipeline, after.tensor)
-    known = fitting.get(key)
+    ways = _ways(one.layouts)
+    known = fitting.get(ways)
     if known is None or _key(objective, one) < _key(objective, known):
-        fitting[key] = one
+        fitting[ways] = one
 
 
 def _options(

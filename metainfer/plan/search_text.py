@@ -35,6 +35,7 @@ def explained(result: Result) -> str:
     )
     lines += _table_of_time("a decode step", best.prediction.decode, 1e3, "ms")
     lines += _rests_on(best)
+    lines += _memory(best)
     lines += _layouts(result.ranked)
     lines += _losers(result)
     return "\n".join(lines).rstrip()
@@ -69,6 +70,17 @@ def _choice(best: Candidate) -> list[str]:
     ]
 
 
+def _memory(best: Candidate) -> list[str]:
+    """The largest lines of the fullest GPU."""
+    lines = sorted(getattr(best.ledger, "lines", ()), key=lambda line: -line.bytes)
+    if not lines:
+        return []
+    told = ", ".join(f"{line.name} {format_bytes(line.bytes)}" for line in lines[:_SHOWN])
+    rest = sum(line.bytes for line in lines[_SHOWN:])
+    text = f"On the fullest GPU: {told}, all else {format_bytes(rest)}."
+    return [*textwrap.wrap(text, WIDTH), ""]
+
+
 def _rates(result: Result, best: Candidate) -> list[str]:
     told = best.prediction
     lines = [
@@ -76,7 +88,7 @@ def _rates(result: Result, best: Candidate) -> list[str]:
         f"TTFT       {format_seconds(told.ttft_s)} (+-{told.input_error:.0%})",
         f"TPOT       {told.tpot_s * 1e3:.1f} ms (+-{told.decode_error:.0%}), that is"
         f" {1 / told.tpot_s:,.0f} tok/s a sequence and {told.output_per_s:,.0f} in all",
-        f"requests   {told.requests_per_s:.2f} a second, prompts and decoding in turns",
+        f"requests   {told.requests_per_s:.3g} a second, prompts and decoding in turns",
     ]
     if told.load is not None:
         lines.append(f"load       {told.load:.0%} of what these replicas answer")
@@ -90,7 +102,7 @@ def _table_of_time(title: str, step: Step, scale: float, unit: str) -> list[str]
     for group, seconds in groups:
         share = seconds / whole
         bar = "#" * round(share * _BAR)
-        lines.append(f"  {group:<20}{seconds * scale:>9.2f} {unit}{share:>6.0%}  {bar}")
+        lines.append(f"  {group:<20}{seconds * scale:>9.2f} {unit}{share:>6.0%}  {bar}".rstrip())
     return [*lines, ""]
 
 
@@ -110,15 +122,15 @@ def _rests_on(best: Candidate) -> list[str]:
 
 def _layouts(ranked: Sequence[Candidate]) -> list[str]:
     lines = [
-        f"{'layout (prefill | decode)':<34}{'chunk':>7}{'input tok/s':>13}{'TTFT':>10}"
+        f"{'layout (prefill | decode)':<32}{'chunk':>7}{'input tok/s':>13}{'TTFT':>10}"
         f"{'TPOT ms':>9}{'req/s':>8}{'memory':>11}"
     ]
     for one in ranked[:_SHOWN]:
         told = one.prediction
         lines.append(
-            f"{one.layouts.name:<34}{one.formats.chunk_rows:>7}{told.input_per_s:>13,.0f}"
+            f"{one.layouts.name:<32}{one.formats.chunk_rows:>7}{told.input_per_s:>13,.0f}"
             f"{format_seconds(told.ttft_s):>10}{told.tpot_s * 1e3:>9.1f}"
-            f"{told.requests_per_s:>8.2f}{format_bytes(one.ledger.total_bytes):>11}"
+            f"{told.requests_per_s:>8.3g}{format_bytes(one.ledger.total_bytes):>11}"
         )
     return [*lines, ""]
 

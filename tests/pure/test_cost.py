@@ -15,11 +15,12 @@ from metainfer.hardware.known import machine_of
 from metainfer.hardware.machine import Machine
 from metainfer.plan.cost.constants import INFERRED, MEASURED, PUBLISHED, read_constants
 from metainfer.plan.cost.experts import largest_of, skew, touched
+from metainfer.plan.cost.parts import EXPERTS, INDEXER, STREAMS, Share
 from metainfer.plan.cost.phases import TRANSFERS, Phases
 from metainfer.plan.cost.predict import Prediction, predict
 from metainfer.plan.cost.rates import HERE, Rates
 from metainfer.plan.cost.transfers import ALL_GATHER, ALL_REDUCE, Transfers
-from metainfer.plan.cost.work import EXPERTS, INDEXER, STREAMS, Share, step_work
+from metainfer.plan.cost.work import step_work
 from metainfer.plan.layouts import Formats, Layout, Layouts
 from metainfer.plan.workload import Workload
 

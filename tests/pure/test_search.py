@@ -57,6 +57,8 @@ def test_layouts_cover_all_ways_to_divide_gpus() -> None:
     assert {one.gpus for one in every} == {1, 2, 3, 4}
     assert Layouts(Layout(context=4), Layout(tensor=4)) in every
     assert Layout(2, 2, 1, 1).name == "2 x TP2" and Layout().name == "1 GPU"
+    pair = Layouts(Layout(2, 1, 2, 1, 2), Layout(2, 2, 1, 1, 2))
+    assert pair.name == "2 x CP2 EP2 | TP2"
     with pytest.raises(MetainferError, match="expert = 3 does not divide a group of 4"):
         Layout(tensor=4, expert=3)
     with pytest.raises(MetainferError, match="weights and caches are in one place"):

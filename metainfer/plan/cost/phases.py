@@ -13,6 +13,7 @@ from metainfer.ops.attention import row_bytes
 from metainfer.ops.formats import INDEX_FORMATS
 from metainfer.plan.cost import experts
 from metainfer.plan.cost.constants import INFERRED, Constants, Profile
+from metainfer.plan.cost.parts import GROUPS, Share
 from metainfer.plan.cost.rates import Rates
 from metainfer.plan.cost.shape import FP8, linear_format, replays_from
 from metainfer.plan.cost.transfers import (
@@ -22,7 +23,7 @@ from metainfer.plan.cost.transfers import (
     Exchange,
     Transfers,
 )
-from metainfer.plan.cost.work import GROUPS, Share, step_work
+from metainfer.plan.cost.work import step_work
 from metainfer.plan.layouts import Formats, Layout
 
 TRANSFERS, HOST, BUBBLES = "transfers", "host", "pipeline"
@@ -58,18 +59,20 @@ class Step:
         return {group: seconds for group, seconds in sums.items() if seconds > 0}
 
     def uncertainty(self, constants: Constants) -> float:
-        """One standard deviation as a share: what rests on one input errs together, inputs apart
-        from each other."""
+        """One standard deviation as a share: what rests on one input errs together, and inputs
+        err together in part, for they come from the same sources."""
         weights: dict[tuple[str, str], float] = {}
         for item in self.items:
             key = (item.why, item.origin)
             weights[key] = weights.get(key, 0.0) + item.seconds
         whole = self.seconds or 1.0
-        shares = (
+        shares = [
             constants.uncertainty[origin] * seconds / whole
             for (_, origin), seconds in weights.items()
-        )
-        return math.sqrt(sum(share * share for share in shares))
+        ]
+        together = constants.uncertainty["together"]
+        alone = sum(share * share for share in shares)
+        return math.sqrt(together * sum(shares) ** 2 + (1.0 - together) * alone)
 
 
 def averaged(steps: Iterable[tuple[float, Step]]) -> Step:

@@ -16,7 +16,7 @@ from metainfer.hardware.curves import Rate
 from metainfer.hardware.facts import NOT_ASKED, Unknown
 from metainfer.hardware.machine import Gpu, Machine
 from metainfer.plan.cost.constants import INFERRED, MEASURED, PUBLISHED, Constants, Profile
-from metainfer.plan.cost.work import COPY, Part
+from metainfer.plan.cost.parts import COPY, Part
 
 _LARGE = 512
 """Rows from which on a call is large."""
