@@ -17,14 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from metainfer.arch.cache_kinds import blocks_for
 from metainfer.arch.families import known_names, read_arch
 from metainfer.arch.overrides import cuts_layers
 from metainfer.arch.record import Arch
-from metainfer.comm.group import Group
 from metainfer.core.errors import UserError
 from metainfer.core.events import EngineEvent
-from metainfer.core.units import format_bytes, format_seconds
+from metainfer.core.units import format_seconds
 from metainfer.hardware.device_names import gpu_number
 from metainfer.hardware.machine import Machine
 from metainfer.hardware.probe import probe
@@ -33,19 +31,15 @@ from metainfer.kernels.gpu.compilations import Compilations
 from metainfer.kernels.registry import Kernel, Registry
 from metainfer.llm.admission import Limits
 from metainfer.llm.client import EngineStats
-from metainfer.llm.graphs import CudaGraphs
 from metainfer.llm.loop import Executor, Loop
+from metainfer.llm.make_runner import make_runner
 from metainfer.llm.policy import Policies, TimeShare
 from metainfer.llm.request import Request
-from metainfer.llm.runner import FixedShapes, Runner
-from metainfer.llm.sample import Sampler
+from metainfer.llm.runner import Runner
 from metainfer.llm.scheduler import Scheduler
 from metainfer.llm.threads import in_a_thread, settle_thread
 from metainfer.llm.warmup import warm_up
-from metainfer.models.deepseek_v4 import DeepseekV4
 from metainfer.nn.cache import CacheStorage
-from metainfer.ops.base import Target
-from metainfer.ops.cache_formats import cache_formats
 from metainfer.plan.build import build_plan, choose_target
 from metainfer.plan.plan import Plan
 from metainfer.plan.proof import cache_proof
@@ -237,7 +231,7 @@ def load_model(
         if checkpoint.unused:
             _log.info("%d tensors of drafting blocks are not used", len(checkpoint.unused))
         kernels, runner = in_a_thread(
-            plan, lambda: _make_runner(arch, plan, checkpoint, bound, capabilities.target)
+            plan, lambda: make_runner(arch, plan, checkpoint, bound, capabilities.target)
         )
     return LoadedModel(machine, arch, plan, kernels, runner, compilations, began_s)
 
@@ -307,68 +301,3 @@ def _open_weights(
         return DummyCheckpoint(arch, plan.device.value, on_progress=on_progress)
     cut = cuts_layers(settings.hf_overrides)
     return Checkpoint.open(source, arch, on_progress=on_progress, more_layers=cut)
-
-
-def _make_runner(
-    arch: Arch, plan: Plan, checkpoint: Checkpoint, registry: Registry, target: Target
-) -> tuple[tuple[Kernel, ...], Runner[CacheStorage]]:
-    """What was bound, and who runs the model, which is in memory with its cache."""
-    device = torch.device(plan.device.value)
-    caches = cache_formats(arch, plan.cache_dtype.value, plan.index_cache_dtype.value)
-    draft_rows = plan.draft_rows.value
-    model = DeepseekV4(
-        arch,
-        checkpoint,
-        registry=registry,
-        target=target,
-        kernel_order=plan.kernel_order.value,
-        group=Group(),
-        device=device,
-        compute_dtype=getattr(torch, plan.compute_dtype.value),
-        activations=plan.activations.value,
-        caches=caches,
-        side_stream=torch.cuda.Stream(device) if plan.shared_expert_stream.value == "on" else None,
-        draft_rows=draft_rows,
-    )
-    cache = CacheStorage(
-        arch,
-        num_slots=plan.max_num_seqs.value,
-        num_blocks=plan.num_blocks.value,
-        formats=caches,
-        draft_rows=draft_rows,
-        device=device,
-        spare=bool(plan.cuda_graph_sizes.value),
-    )
-    _log.debug(
-        "weights %s, cache %s", format_bytes(model.weights_nbytes), format_bytes(cache.nbytes)
-    )
-    sampler = Sampler(
-        registry,
-        target,
-        arch.vocab_size,
-        device,
-        num_slots=plan.max_num_seqs.value,
-        kernel_order=plan.kernel_order.value,
-    )
-    runner = Runner(
-        model,
-        cache,
-        sampler=sampler,
-        vocab_size=arch.vocab_size,
-        eos_token_ids=arch.eos_token_ids,
-        num_slots=plan.max_num_seqs.value,
-        max_blocks=blocks_for(plan.max_model_len.value),
-        device=device,
-        fixed=_fixed_shapes(plan),
-    )
-    return (*model.kernels, *sampler.kernels), runner
-
-
-def _fixed_shapes(plan: Plan) -> FixedShapes | None:
-    """Of decode steps; None where the plan has none."""
-    rows = plan.cuda_graph_sizes.value
-    if not rows:
-        return None
-    blocks = [blocks_for(tokens) for tokens in plan.cuda_graph_contexts.value]
-    graphs = CudaGraphs() if plan.cuda_graphs.value == "on" else None
-    return FixedShapes(rows, tuple(dict.fromkeys(blocks)), graphs)

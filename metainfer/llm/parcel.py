@@ -45,8 +45,9 @@ class Given:
 
 
 def fetch(tensor: torch.Tensor) -> Given:
-    """Start to copy `tensor` to the host, after what is queued in the current stream."""
-    if tensor.device.type == "cpu":
+    """Start to copy `tensor` to the host, after what is queued in the current stream. One without
+    numbers stays where it is."""
+    if tensor.device.type in ("cpu", "meta"):
         return Given(tensor, None)
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
     host.copy_(tensor, non_blocking=True)

@@ -197,22 +197,38 @@ class Sampler:
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Run every kernel in every form, so that none is compiled when a request asks for it."""
+        for draws in self.launch_all_forms():
+            draws.wait()
+
+    @torch.inference_mode()
+    def launch_all_forms(self) -> list[Draws]:
+        """Draws that start every kernel in every form."""
         logits_1V = torch.zeros(1, self._vocab_size, device=self._device)
+        made = []
         for rules in (SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_p=0.5)):
             for params in (rules, replace(rules, presence_penalty=1.0, logprobs=1)):
                 request = Request("warm-up", (0,), replace(params, seed=0), 0.0)
-                self.launch(logits_1V, [Row(SequenceSampling(request, ()), 1)]).wait()
+                made.append(self.launch(logits_1V, [Row(SequenceSampling(request, ()), 1)]))
+        return made
 
     def token_logprobs(
         self, logits_RV: torch.Tensor, token_ids: Sequence[int], tops: Sequence[int]
     ) -> list[TokenLogprob]:
         """Log-probabilities of tokens under `logits_RV`, each with its `tops[r]` likeliest
         alternatives, likeliest first. Waits for the device."""
-        most = min(max(tops), self._vocab_size)
-        (tokens_R,) = send(self._device, [np.array(token_ids, dtype=np.int64)])
-        found = self._logprobs(logits_RV, tokens_R, most)
+        found = self.launch_logprobs(logits_RV, token_ids, max(tops))
         own_R, tops_RK, ids_RK = (part.cpu() for part in found)
         return _token_logprobs(token_ids, own_R, tops_RK, ids_RK, tops)
+
+    def launch_logprobs(
+        self, logits_RV: torch.Tensor, token_ids: Sequence[int], top: int
+    ) -> tuple[torch.Tensor, ...]:
+        """As `sample.logprobs` returns them, on the device."""
+        (tokens_R,) = send(self._device, [np.array(token_ids, dtype=np.int64)])
+        found: tuple[torch.Tensor, ...] = self._logprobs(
+            logits_RV, tokens_R, min(top, self._vocab_size)
+        )
+        return found
 
     def _sent(
         self, rows: Sequence[Row]

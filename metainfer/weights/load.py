@@ -19,7 +19,7 @@ from metainfer.weights.index import CheckpointIndex, TensorEntry
 from metainfer.weights.validate import find_problems, require_no_problems
 
 # Packed codes and e8m0 scales are bytes to every kernel.
-_TORCH_DTYPES = {
+TORCH_DTYPES = {
     "F32": torch.float32,
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
@@ -182,7 +182,7 @@ class Checkpoint:
         names = [f"{prefix}.{expert}.{suffix}" for expert in ids]
         first = self._entry(names[0])
         shape = rank_shape(names[0], first.shape, self.size)
-        dtype = _TORCH_DTYPES[first.dtype]
+        dtype = TORCH_DTYPES[first.dtype]
         stack = torch.empty((len(names), *shape), dtype=dtype, device=device)
         for slot, name in enumerate(names):
             stack[slot].copy_(self.tensor(name))
@@ -224,7 +224,7 @@ def map_tensor(entry: TensorEntry) -> torch.Tensor:
 
 
 def _view(mapped: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
-    dtype = _TORCH_DTYPES.get(entry.dtype)
+    dtype = TORCH_DTYPES.get(entry.dtype)
     if dtype is None:
         raise CheckpointError(f"{entry.name} is {entry.dtype}, which metainfer does not read")
     data = mapped[entry.start : entry.stop]

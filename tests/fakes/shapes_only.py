@@ -2,47 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from metainfer.arch.manifest import iterate
 from metainfer.arch.record import Arch
 from metainfer.kernels.reference import BACKENDS
 from metainfer.kernels.registry import Registry
 from metainfer.models.deepseek_v4 import DeepseekV4
 from metainfer.ops.base import Target
 from metainfer.ops.cache_formats import FP32_CACHES, CacheFormats
-from metainfer.weights.index import CheckpointIndex, TensorEntry
-from metainfer.weights.load import _TORCH_DTYPES, Checkpoint
+from metainfer.weights.shapes import ShapesOnly
 
 CPU = Target("cpu")
-
-
-class ShapesOnly(Checkpoint):
-    """The checkpoint of `arch` as one rank of `size` sees it, without a file."""
-
-    def __init__(self, arch: Arch, size: int) -> None:
-        entries = {
-            spec.name: TensorEntry(spec.name, spec.dtype.value, spec.shape, Path(), 0, 0)
-            for spec in iterate(arch)
-        }
-        super().__init__(CheckpointIndex(Path(), entries, ()), arch, 0, size)
-
-    def _whole(self, entry: TensorEntry) -> torch.Tensor:
-        return torch.empty(entry.shape, dtype=_TORCH_DTYPES[entry.dtype], device="meta")
-
-    def expert_table(self, name: str) -> torch.Tensor:
-        return self.tensor(name)
-
-    def _stack(
-        self, prefix: str, ids: Sequence[int], suffix: str, device: torch.device | str
-    ) -> torch.Tensor:
-        one = self.tensor(f"{prefix}.{ids[0]}.{suffix}")
-        return torch.empty((len(ids), *one.shape), dtype=one.dtype, device=device)
 
 
 def build_shapes(
