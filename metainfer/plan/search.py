@@ -184,15 +184,22 @@ def _try_all(
     """For each layout the formats that are best of those that fit."""
     found = _Found()
     for layouts in all_layouts:
-        reason = ""
-        for formats, prediction in _options(phases, layouts, workload, form, objective):
-            fits = ledger(released, machine, layouts, workload, formats)
-            if fits.fits:
-                _keep(found.fitting, Candidate(layouts, formats, prediction, fits), objective)
-                break
-            reason = fits.reason
+        reason = "a prompt has less than 128 tokens for each rank of its group"
+        for options in _options(phases, layouts, workload, form, objective):
+            # Of a layout that is too small whatever the chunk, one reason is enough.
+            smallest = min(options, key=lambda option: option[0].chunk_rows)
+            least = ledger(released, machine, layouts, workload, smallest[0])
+            if not least.fits:
+                reason = least.reason
+                continue
+            for formats, prediction in options:
+                known = formats is smallest[0]
+                fits = least if known else ledger(released, machine, layouts, workload, formats)
+                if fits.fits:
+                    _keep(found.fitting, Candidate(layouts, formats, prediction, fits), objective)
+                    break
+            break
         else:
-            reason = reason or "a prompt has less than 128 tokens for each rank of its group"
             found.refused.setdefault(_ways(layouts), Rejection(layouts.name, reason))
     return found
 
@@ -212,9 +219,9 @@ def _keep(fitting: dict[_Ways, Candidate], one: Candidate, objective: str) -> No
 
 def _options(
     phases: Phases, layouts: Layouts, workload: Workload, form: Formats, objective: str
-) -> Iterator[tuple[Formats, Prediction]]:
-    """What to try in a layout, the best first: n-gram tables outside the GPU where they fit
-    there, and chunks that differ for prompts of this length."""
+) -> Iterator[list[tuple[Formats, Prediction]]]:
+    """What to try in a layout: for each place of n-gram tables, those outside the GPU first,
+    chunks that differ for prompts of this length, the best first."""
     enough = [size for size in CHUNKS if size < workload.input_tokens * workload.requests_at_once]
     for place in _PLACES if phases.shape.engram is not None else _PLACES[:1]:
         options = [
@@ -223,7 +230,8 @@ def _options(
             if fits_chunk(layouts, min(size, workload.input_tokens))
             for formats in (replace(form, chunk_rows=size, engram=place),)
         ]
-        yield from sorted(options, key=lambda option: _rank(objective, option[1]))
+        if options:
+            yield sorted(options, key=lambda option: _rank(objective, option[1]))
 
 
 def _rank(objective: str, prediction: Prediction) -> tuple[float, ...]:

@@ -13,12 +13,13 @@ from metainfer.plan.search import Candidate, Result
 WIDTH = 100
 _SHOWN = 5
 _BAR = 30
+_PLACES = {"host": "in host memory", "gpu": "on GPUs", "disk": "on disk"}
 
 
 def summary(result: Result) -> str:
     """The best layout in a screen."""
     best = result.best
-    lines = [*_asked(result), "", *_choice(best), ""]
+    lines = [*_asked(result), "", *_choice(result), ""]
     lines += [*_rates(result, best), ""]
     lines += _wrapped("note", result.notes)
     lines.append("--explain shows where the time goes, the next layouts and why others lose.")
@@ -28,7 +29,7 @@ def summary(result: Result) -> str:
 def explained(result: Result) -> str:
     """The best layout, where its time goes, the next ones, and why others lose."""
     best = result.best
-    lines = [*_asked(result), "", *_choice(best), "", *_rates(result, best), ""]
+    lines = [*_asked(result), "", *_choice(result), "", *_rates(result, best), ""]
     lines += _wrapped("note", result.notes)
     lines += _table_of_time(
         "a token of a prompt (on one replica)", best.prediction.prefill, 1e6, "us"
@@ -58,9 +59,12 @@ def _asked(result: Result) -> list[str]:
     ]
 
 
-def _choice(best: Candidate) -> list[str]:
+def _choice(result: Result) -> list[str]:
+    best = result.best
     formats = best.formats
     placed = f"experts {formats.experts}"
+    if result.shape.engram is not None:
+        placed += f", n-gram tables {_PLACES[formats.engram]}"
     return [
         f"prefill    {best.layouts.prefill.name}, chunks of {formats.chunk_rows:,} rows",
         f"decode     {best.layouts.decode.name}",
