@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from metainfer.kernels.cuda import experts_fp4, few_rows, sparse_prefill
+from metainfer.kernels.cuda import few_rows, grouped_fp4, sparse_prefill
 from metainfer.kernels.registry import Backend
 from metainfer.kernels.triton.backend import Declared
 from metainfer.kernels.triton.launch import Launcher
 
 DECLARED: tuple[Declared, ...] = (
     *sparse_prefill.BACKENDS,
-    *experts_fp4.BACKENDS,
+    *grouped_fp4.BACKENDS,
     *few_rows.BACKENDS,
 )
 

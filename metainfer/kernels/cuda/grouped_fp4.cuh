@@ -7,6 +7,7 @@
 #define STEP 128  // columns of one step: bytes of a row, one group of its scales
 #define STEPS (COLUMNS / STEP)
 #define FEW (BM <= 32)
+#define TURNS (BM == 128)
 #define PRODUCERS (FEW ? 64 : 32)
 #define STORERS (128 - PRODUCERS)
 #define CODED (GATED && !FEW)
