@@ -16,10 +16,15 @@ _BLOCK = 128
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """A layout, and a sentence with the numbers why it is none."""
+    """A layout, and a sentence with the numbers why it is none.
+
+    Attributes:
+        missing_bytes: that the fullest GPU lacks, where memory is the reason.
+    """
 
     name: str
     reason: str
+    missing_bytes: int = 0
 
 
 def candidates(

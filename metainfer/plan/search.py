@@ -91,8 +91,14 @@ class _Found:
     fitting: dict[_Ways, Candidate] = field(default_factory=dict)
     refused: dict[_Ways, Rejection] = field(default_factory=dict)
 
+    def refuse(self, ways: _Ways, said: Rejection) -> None:
+        """Of variants of one way the one that is nearest to fitting stands for all."""
+        known = self.refused.get(ways)
+        if known is None or said.missing_bytes < known.missing_bytes:
+            self.refused[ways] = said
+
     def rejections(self) -> list[Rejection]:
-        """Of ways to divide GPUs of which no variant fits; the plainest stands for all."""
+        """Of ways to divide GPUs of which no variant fits."""
         return [said for ways, said in self.refused.items() if ways not in self.fitting]
 
 
@@ -134,7 +140,7 @@ def search(
             return Result(
                 shape, machine, workload, objective, engine, said, tuple(rejected), notes, phases
             )
-    raise UserError(_nothing_fits(shape, gpus, rejected), hint=_smallest(rejected))
+    raise UserError(_nothing_fits(shape, gpus, rejected), hint=_nearest(rejected))
 
 
 def _conversions(shape: ModelShape) -> list[Formats]:
@@ -184,13 +190,16 @@ def _try_all(
     """For each layout the formats that are best of those that fit."""
     found = _Found()
     for layouts in all_layouts:
-        reason = "a prompt has less than 128 tokens for each rank of its group"
+        refused = Rejection(
+            layouts.name, "a prompt has less than 128 tokens for each rank of its group"
+        )
         for options in _options(phases, layouts, workload, form, objective):
             # Of a layout that is too small whatever the chunk, one reason is enough.
             smallest = min(options, key=lambda option: option[0].chunk_rows)
             least = ledger(released, machine, layouts, workload, smallest[0])
             if not least.fits:
-                reason = least.reason
+                missing = max(0, least.total_bytes - least.limit_bytes)
+                refused = Rejection(layouts.name, least.reason, missing)
                 continue
             for formats, prediction in options:
                 known = formats is smallest[0]
@@ -200,7 +209,7 @@ def _try_all(
                     break
             break
         else:
-            found.refused.setdefault(_ways(layouts), Rejection(layouts.name, reason))
+            found.refuse(_ways(layouts), refused)
     return found
 
 
@@ -322,8 +331,10 @@ def _nothing_fits(shape: ModelShape, gpus: int, rejected: Sequence[Rejection]) -
     )
 
 
-def _smallest(rejected: Sequence[Rejection]) -> str | None:
-    if not rejected:
+def _nearest(rejected: Sequence[Rejection]) -> str | None:
+    """The layout that lacks least."""
+    short = [one for one in rejected if one.missing_bytes] or list(rejected)
+    if not short:
         return None
-    last = rejected[-1]
-    return f"such as {last.name}: {last.reason}"
+    best = min(short, key=lambda one: one.missing_bytes)
+    return f"nearest is {best.name}: {best.reason}"

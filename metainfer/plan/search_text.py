@@ -68,10 +68,19 @@ def _choice(result: Result) -> list[str]:
     return [
         f"prefill    {best.layouts.prefill.name}, chunks of {formats.chunk_rows:,} rows",
         f"decode     {best.layouts.decode.name}",
-        f"formats    {placed}, caches {formats.latents}, wire {formats.wire}",
+        f"formats    {placed}, caches {formats.latents}",
+        *([f"wire       {_wire(result)}"] if best.layouts.prefill.group > 1 else []),
         f"memory     {format_bytes(best.ledger.total_bytes)} of"
         f" {format_bytes(best.ledger.limit_bytes)} on the fullest GPU",
     ]
+
+
+def _wire(result: Result) -> str:
+    """How activations of prompts go between ranks."""
+    formats, layout = result.best.formats, result.best.layouts.prefill
+    if layout.context > 1 and result.phases.gathers_codes:
+        return f"rows gathered in e4m3, as experts read them (exact); sums in {formats.wire}"
+    return f"sums in {formats.wire}"
 
 
 def _memory(best: Candidate) -> list[str]:

@@ -98,7 +98,7 @@ class Phases:
         self.transfers = Transfers(machine, constants, profile)
         self.problem = self.rates.problem or self.transfers.problem
         self._work: dict[Share, tuple[Item, ...]] = {}
-        self._gathers_codes = (
+        self.gathers_codes = (
             profile.exact_wire and not self.problem and self._coded and linear_format(shape) == FP8
         )
 
@@ -175,7 +175,7 @@ class Phases:
         if layout.context == 1 and layout.tensor > 1:
             yield exchange(ALL_REDUCE, wire * whole, layout.tensor, groups), layers
         elif layout.context > 1:
-            codes = 0.52 if self._gathers_codes else wire
+            codes = 0.52 if self.gathers_codes else wire
             # Strides of the tensor ranks lie apart; the whole group's links are what they share.
             yield exchange(ALL_GATHER, codes * whole, layout.group, groups), layers
             yield exchange(REDUCE_SCATTER, wire * whole, layout.group, groups), layers
