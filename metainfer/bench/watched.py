@@ -20,7 +20,8 @@ class Watched(Registry):
     """The same backends, whose kernels a watcher runs."""
 
     def __init__(self, registry: Registry, watcher: Watcher) -> None:
-        super().__init__(backend for op in OPS for backend in registry.backends(op).values())
+        backends = (backend for op in OPS for backend in registry.backends(op).values())
+        super().__init__(backends, registry.tuned)
         self._watcher = watcher
 
     def bind(self, op: str, case: Any, target: Target, order: str = "") -> Kernel:

@@ -47,8 +47,9 @@ class Comparison:
 
 
 def run(registry: Registry, op: str, backend: str, case: Any, call: Call) -> tuple[Any, ...]:
-    """The results of one backend as a tuple, arguments that it has written last."""
-    chosen = registry.backends(op)[backend]
+    """The results of a backend, or of a variant of one (`Registry.candidate`), as a tuple,
+    arguments that it has written last."""
+    chosen = registry.candidate(op, backend)
     arguments = call.arguments
     if OPS[op].weights:
         prepare = chosen.prepare

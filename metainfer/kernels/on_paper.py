@@ -9,7 +9,8 @@ from typing import Any
 
 from metainfer.core.errors import UserError
 from metainfer.kernels.builtin import builtin_registry
-from metainfer.kernels.registry import Registry
+from metainfer.kernels.registry import Registry, no, told_parts
+from metainfer.kernels.tuned import Part, backend_of
 from metainfer.ops.base import Target
 from metainfer.ops.kernel_order import NO_KERNEL, REFERENCE, allowed, parse_order
 from metainfer.ops.targets import CardKind
@@ -42,30 +43,45 @@ def registry_for(kind: CardKind | None) -> Registry:
 @dataclass(frozen=True, slots=True)
 class Choice:
     """Attributes:
-    backend: which would run; "" where none that the order allows would.
+    backend: which would run calls of most rows; "" where none that the order allows would.
     refused: those before it, and why each does not serve.
+    parts: which would run calls of how many rows; () where none would.
+    why: who chose.
     """
 
     backend: str
     refused: tuple[tuple[str, str], ...]
+    parts: tuple[Part, ...] = ()
+    why: str = ""
 
     @property
     def is_slow(self) -> bool:
         """Nothing but a reference."""
         return self.backend in ("", REFERENCE)
 
+    @property
+    def runs_on(self) -> str:
+        """As `Kernel.runs_on`."""
+        return told_parts(self.parts)
+
+    def at(self, rows: int) -> str:
+        """What would run a call of so many rows: a backend or a variant of one."""
+        return next(p.candidate for p in self.parts if p.most_rows is None or rows <= p.most_rows)
+
 
 def choose(registry: Registry, op: str, case: Any, target: Target, order: str = "") -> Choice:
-    """What `Registry.bind` would take, without raising."""
+    """What `Registry.bind` would take, without raising where nothing serves."""
     able = registry.capabilities(target)
     backends = registry.backends(op)
+    chosen = registry.choose(op, case, target, order)
+    backend = "" if chosen is None else backend_of(chosen.parts[-1].candidate)
     refused = []
     for name in allowed(op, parse_order(order, able.backends), able.default_order_of(op)):
-        if name not in backends:
-            refused.append((name, NO_KERNEL))
-            continue
-        verdict = backends[name].eligible(case, target)
-        if verdict:
-            return Choice(name, tuple(refused))
-        refused.append((name, verdict.reason))
-    return Choice("", tuple(refused))
+        if name == backend:
+            break
+        verdict = registry.verdict(op, name, case, target) if name in backends else no(NO_KERNEL)
+        if not verdict:
+            refused.append((name, verdict.reason))
+    if chosen is None:
+        return Choice("", tuple(refused))
+    return Choice(backend, tuple(refused), chosen.parts, chosen.why)

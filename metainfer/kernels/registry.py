@@ -2,18 +2,22 @@
 
 An op has one contract (`ops`) and any number of backends. A backend says of a case and a target,
 without running anything, whether it serves them, and if not, why. Layers bind an op once, when
-they are built; `explain` lists every verdict.
+they are built; `explain` lists every verdict. The first in order that serves a case is the default;
+where `metainfer kernels tune` measured this card (`tuned`), the fastest that the order allows runs,
+which may depend on the rows of a call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 from metainfer.core.errors import MetainferError, UserError
+from metainfer.kernels.by_rows import by_rows, from_held
+from metainfer.kernels.tuned import UNTUNED, Choice, Part, Tuned, backend_of, choose
 from metainfer.ops.base import Target
 from metainfer.ops.capabilities import Capabilities
 from metainfer.ops.catalogue import OPS
@@ -63,6 +67,19 @@ def always(case: Any, target: Target) -> Verdict:
 
 
 @dataclass(frozen=True, slots=True)
+class Variant:
+    """Another way in which a backend runs, from the same weights: other tiles.
+
+    Attributes:
+        run: as of the backend.
+        most_rows: calls of more rows it runs as the backend does; None where it differs in all.
+    """
+
+    run: Callable[..., Any]
+    most_rows: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Backend:
     """One implementation of one op.
 
@@ -73,6 +90,9 @@ class Backend:
         eligible: `eligible(case, target)`, pure.
         prepare: `prepare(case, *weights)`: brings weights into the form that `run` wants, once.
         expands: whether `prepare` turns quantised weights into the compute dtype.
+        holds: backends that can run from weights as this one prepares them, and how they are found
+            in them. Those with the same `prepare` need not be named.
+        variants: by name; taken only where they were measured.
     """
 
     op: str
@@ -81,23 +101,59 @@ class Backend:
     eligible: Callable[[Any, Target], Verdict] = always
     prepare: Callable[..., Any] | None = None
     expands: bool = False
+    holds: Mapping[str, Callable[[Any], Any]] = field(default_factory=lambda: _NOTHING)
+    variants: Mapping[str, Variant] = field(default_factory=lambda: _NOTHING)
+
+
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A backend bound to a case. `run` and `prepare` take the arguments after the case."""
+    """A backend bound to a case. `run` and `prepare` take the arguments after the case.
+
+    Attributes:
+        backend: what runs calls of many rows, and prepares weights so that all parts can run.
+        parts: what runs calls of how many rows, where that is not one backend for all.
+        why: who chose it, in a few words.
+    """
 
     op: str
     backend: str
     case: Any
     run: Callable[..., Any]
     prepare: Callable[..., Any]
+    parts: tuple[Part, ...] = ()
+    why: str = ""
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        """All that run it."""
+        return tuple(dict.fromkeys((self.backend, *(backend_of(p.candidate) for p in self.parts))))
+
+    @property
+    def runs_on(self) -> str:
+        """The backend, or as "triton to 64 rows, then torch"."""
+        return told_parts(self.parts) if self.parts else self.backend
+
+
+def told_parts(parts: tuple[Part, ...]) -> str:
+    """ "triton to 64 rows, then torch"."""
+    return ", then ".join(
+        part.candidate + ("" if part.most_rows is None else f" to {part.most_rows} rows")
+        for part in parts
+    )
 
 
 class Registry:
-    """All backends; immutable."""
+    """All backends; immutable.
 
-    def __init__(self, backends: Iterable[Backend]) -> None:
+    Attributes:
+        tuned: what was measured here.
+    """
+
+    def __init__(self, backends: Iterable[Backend], tuned: Tuned = UNTUNED) -> None:
+        self.tuned = tuned
         table: dict[str, dict[str, Backend]] = {name: {} for name in OPS}
         for backend in backends:
             if backend.op not in table:
@@ -111,8 +167,18 @@ class Registry:
         """The backends of `op` by name."""
         return self._table[op]
 
+    def with_tuned(self, tuned: Tuned) -> Registry:
+        """The same backends, chosen by what was measured."""
+        return Registry((one for by in self._table.values() for one in by.values()), tuned)
+
+    def candidate(self, op: str, name: str) -> Backend:
+        """A backend, or one of its variants, which runs as "backend:variant"."""
+        backend = self._table[op][backend_of(name)]
+        variant = name.partition(":")[2]
+        return replace(backend, run=backend.variants[variant].run) if variant else backend
+
     def bind(self, op: str, case: Any, target: Target, order: str = "") -> Kernel:
-        """The first backend in order that serves `case` on `target`.
+        """What `choose` says.
 
         Args:
             order: the plan's `kernel_order`: "op=backend,backend;op=..." with "*" for all ops that
@@ -122,28 +188,79 @@ class Registry:
             UserError: the order names what does not exist, or no backend of the order serves the
                 case; the message holds every verdict.
         """
-        for name in self._candidates(op, target, order):
-            backend = self._table[op][name]
-            if backend.eligible(case, target):
-                prepare = backend.prepare or _nothing_to_prepare
-                return Kernel(op, name, case, partial(backend.run, case), partial(prepare, case))
-        verdicts = "; ".join(
-            f"{name}: {verdict.reason}" for name, verdict in self.explain(op, case, target, order)
+        choice = self.choose(op, case, target, order)
+        if choice is None:
+            verdicts = "; ".join(
+                f"{name}: {verdict.reason}"
+                for name, verdict in self.explain(op, case, target, order)
+            )
+            raise UserError(
+                f"nothing that the plan allows runs {op} on {target} for {case} ({verdicts})",
+                hint=f"name a backend in the kernel order, such as {op}={REFERENCE} for the slow"
+                " one",
+            )
+        return self._kernel(op, case, choice)
+
+    def choose(self, op: str, case: Any, target: Target, order: str = "") -> Choice | None:
+        """The first backend in order that serves `case` on `target`, or what was measured to be
+        faster. None where nothing in order serves it. Raises UserError for an unknown order."""
+        names = self._candidates(op, target, order)
+        serving = [name for name in names if self.verdict(op, name, case, target)]
+        if not serving:
+            return None
+        first = self._table[op][serving[0]]
+        found = self.tuned.of(op, case, target)
+        if found is not None:
+            # Whether weights are expanded is the plan's to say: it counted their bytes.
+            alike = [n for n in serving if self._table[op][n].expands == first.expands]
+            choice = choose(found, alike, lambda holder: self._runs_from(op, holder, alike))
+            if choice is not None:
+                return choice
+        why = self.tuned.why_not(op, case, target)
+        return Choice((Part(first.name),), f"default order: {why}")
+
+    def verdict(self, op: str, name: str, case: Any, target: Target) -> Verdict:
+        """Whether a backend serves a case: it says so, and is not known to be wrong."""
+        said = self._table[op][name].eligible(case, target)
+        bad = self.tuned.bad(op, case, target).get(name)
+        return no(f"known bad on this card: {bad}") if said and bad else said
+
+    def _runs_from(self, op: str, holder: str, names: Iterable[str]) -> frozenset[str]:
+        """Those of `names` that can run from the weights as `holder` prepares them."""
+        kept = self._table[op][holder]
+        return frozenset(
+            name
+            for name in names
+            if name == holder
+            or not OPS[op].weights
+            or name in kept.holds
+            or self._table[op][name].prepare is kept.prepare
         )
-        raise UserError(
-            f"nothing that the plan allows runs {op} on {target} for {case} ({verdicts})",
-            hint=f"name a backend in the kernel order, such as {op}={REFERENCE} for the slow one",
-        )
+
+    def _kernel(self, op: str, case: Any, choice: Choice) -> Kernel:
+        holder = self._table[op][choice.holder or backend_of(choice.parts[-1].candidate)]
+        prepare = holder.prepare or _nothing_to_prepare
+        weighted = bool(OPS[op].weights)
+        runs: list[tuple[int | None, Callable[..., Any]]] = []
+        for part in choice.parts:
+            found = self.candidate(op, part.candidate)
+            view = holder.holds.get(found.name) if weighted else None
+            one = partial(found.run, case)
+            runs.append((part.most_rows, one if view is None else from_held(one, view)))
+        run = runs[0][1] if len(runs) == 1 else by_rows(op, weighted, runs)
+        last = backend_of(choice.parts[-1].candidate)
+        told = choice.parts if len(runs) > 1 or choice.parts[-1].candidate != last else ()
+        return Kernel(op, last, case, run, partial(prepare, case), told, choice.why)
 
     def explain(
         self, op: str, case: Any, target: Target, order: str = ""
     ) -> tuple[tuple[str, Verdict], ...]:
         """Every backend of `op` with its verdict, those of the order first."""
         candidates = self._candidates(op, target, order)
-        verdicts = [(name, self._table[op][name].eligible(case, target)) for name in candidates]
-        for name, backend in self._table[op].items():
+        verdicts = [(name, self.verdict(op, name, case, target)) for name in candidates]
+        for name in self._table[op]:
             if name not in candidates:
-                verdict = backend.eligible(case, target)
+                verdict = self.verdict(op, name, case, target)
                 verdicts.append((name, no("not in the kernel order") if verdict else verdict))
         return tuple(verdicts)
 

@@ -104,7 +104,7 @@ def clock(on: Platform, one: Check, backend: str, seed: int, cache_dtype: str = 
 
 def prepared(on: Platform, op: str, backend: str, case: Any, call: Call) -> partial[Any]:
     """A call that has only to be run: weights prepared as a layer prepares them once."""
-    chosen = on.registry.backends(op)[backend]
+    chosen = on.registry.candidate(op, backend)
     arguments = call.arguments
     if OPS[op].weights:
         prepare = chosen.prepare

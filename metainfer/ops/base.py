@@ -78,6 +78,7 @@ class Op:
         tolerance: how far a backend may be from the reference.
         cost: the floor of a call, from its case and its load.
         weights: names of the tensors that `prepare` takes at load; () where there is none.
+        version: of the contract; what was measured of one says nothing of another.
     """
 
     name: str
@@ -87,6 +88,7 @@ class Op:
     cost: Callable[[Any, Load], Cost]
     tolerance: Tolerance = Tolerance()
     weights: tuple[str, ...] = ()
+    version: int = 1
 
 
 @dataclass(frozen=True, slots=True)

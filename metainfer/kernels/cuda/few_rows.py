@@ -7,19 +7,24 @@ there are too few tiles for all of them (`arrangement`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
 
 from metainfer.kernels.gpu.program import CudaKernel, compiler
 from metainfer.kernels.reference.dtypes import TORCH_DTYPES
-from metainfer.kernels.registry import Verdict, no
+from metainfer.kernels.registry import Variant, Verdict, no
 from metainfer.kernels.torch_products import dense as torch_dense
 from metainfer.kernels.torch_products import scaled
+from metainfer.kernels.torch_products.dense import NAME as TORCH
 from metainfer.kernels.torch_products.scaled import Scaled
 from metainfer.kernels.triton import linear
+from metainfer.kernels.triton.backend import NAME as TRITON
 from metainfer.kernels.triton.backend import Declared, on_gpu
 from metainfer.kernels.triton.launch import Launcher, has_fp8
 from metainfer.kernels.triton.portable import PtxLauncher
@@ -65,17 +70,19 @@ class Arrangement:
 
 
 def arrangement(
-    groups: int, tiles: int, units: int, processors: int, depth: int = 3
+    groups: int, tiles: int, units: int, processors: int, depth: int = 3, place: int = 0
 ) -> Arrangement:
     """The one that takes least time on paper.
 
     Args:
         tiles: of a group.
         units: of a tile.
+        place: of the one that is taken, among all by that time; 0 for the best.
     """
     slices = [2**log2 for log2 in range(_WARPS.bit_length()) if 2**log2 <= max(1, units)]
     made = [Arrangement(warps, n, depth) for warps in KERNELS for n in slices if n <= warps]
-    return min(made, key=lambda one: _cycles(one, groups, tiles, units, processors))
+    made.sort(key=lambda one: _cycles(one, groups, tiles, units, processors))
+    return made[min(place, len(made) - 1)]
 
 
 def _cycles(one: Arrangement, groups: int, tiles: int, units: int, processors: int) -> float:
@@ -106,8 +113,10 @@ def product(
     x_scales: torch.Tensor | None,
     dtype: torch.dtype,
     made: Arrangement | None = None,
+    place: int = 0,
 ) -> torch.Tensor:
-    """y [T, G * O] in `dtype` of up to 16 rows x [T, G * I]. `made` for experiments."""
+    """y [T, G * O] in `dtype` of up to 16 rows x [T, G * I]. `made` for experiments, `place` as of
+    `arrangement`, here and below."""
     rows, numbers = len(x), weight.numbers_POI
     y = x.new_empty((rows, sizes.groups * sizes.rows), dtype=dtype)
     x = _copied_by_16_bytes(x)
@@ -118,7 +127,7 @@ def product(
     times_8 = 1 if rows <= 8 else 2
     depth = 3 if times_8 == 1 and sizes.group != _NARROW else 2
     made = made or arrangement(
-        sizes.groups, tiles, len(numbers) * units, launch.multiprocessors, depth
+        sizes.groups, tiles, len(numbers) * units, launch.multiprocessors, depth, place
     )
     launch.cuda(
         KERNELS[made.warps],
@@ -210,13 +219,13 @@ def fp8_rows(
     codes_TI: torch.Tensor,
     scales_TG: torch.Tensor,
     made: Arrangement | None = None,
+    place: int = 0,
 ) -> torch.Tensor:
-    """`made` for experiments, here and below."""
-    kept = weight.weight if isinstance(weight, Scaled) else weight
+    kept = _plain(weight)
     if is_served(case, kept, len(codes_TI)):
         sizes = Sizes(1, case.rows, case.columns, case.block, case.group)
         dtype = TORCH_DTYPES[case.dtype]
-        return product(launch, sizes, kept, codes_TI, scales_TG, dtype, made)
+        return product(launch, sizes, kept, codes_TI, scales_TG, dtype, made, place)
     if isinstance(weight, Scaled) and scales_blocks(launch):
         return scaled.fp8_rows(launch, case, weight, codes_TI, scales_TG)
     return linear.fp8_rows(launch, case, kept, codes_TI, scales_TG)
@@ -229,12 +238,13 @@ def grouped_fp8_rows(
     codes_TI: torch.Tensor,
     scales_TG: torch.Tensor,
     made: Arrangement | None = None,
+    place: int = 0,
 ) -> torch.Tensor:
-    kept = weight.weight if isinstance(weight, Scaled) else weight
+    kept = _plain(weight)
     if is_served(case, kept, len(codes_TI)):
         sizes = Sizes(case.groups, case.rows, case.columns, case.block, case.group)
         dtype = TORCH_DTYPES[case.dtype]
-        return product(launch, sizes, kept, codes_TI, scales_TG, dtype, made)
+        return product(launch, sizes, kept, codes_TI, scales_TG, dtype, made, place)
     if isinstance(weight, Scaled) and scales_blocks(launch):
         return scaled.grouped_fp8_rows(launch, case, weight, codes_TI, scales_TG)
     return linear.grouped_fp8_rows(launch, case, kept, codes_TI, scales_TG)
@@ -246,11 +256,13 @@ def grouped(
     weight: Weight,
     x_TGI: torch.Tensor,
     made: Arrangement | None = None,
+    place: int = 0,
 ) -> torch.Tensor:
     if len(x_TGI) > FEW_ROWS:
         return linear.grouped(launch, case, weight, x_TGI)
     sizes = Sizes(case.groups, case.rows, case.columns)
-    return product(launch, sizes, weight, x_TGI.flatten(1), None, TORCH_DTYPES[case.dtype], made)
+    dtype = TORCH_DTYPES[case.dtype]
+    return product(launch, sizes, weight, x_TGI.flatten(1), None, dtype, made, place)
 
 
 def dense(
@@ -259,10 +271,12 @@ def dense(
     weight: Weight,
     x_TI: torch.Tensor,
     made: Arrangement | None = None,
+    place: int = 0,
 ) -> torch.Tensor:
     if len(x_TI) <= FEW_ROWS:
         sizes = Sizes(1, case.rows, case.columns)
-        return product(launch, sizes, weight, x_TI, None, TORCH_DTYPES[case.out_dtype], made)
+        dtype = TORCH_DTYPES[case.out_dtype]
+        return product(launch, sizes, weight, x_TI, None, dtype, made, place)
     if has_cublas(launch):
         return torch_dense.dense(launch, case, weight, x_TI)
     return linear.dense(launch, case, weight, x_TI)
@@ -297,9 +311,49 @@ def _eligible(rows: int, columns: int, step: int, target: Target) -> Verdict:
     return no(library) if verdict and isinstance(library, str) else verdict
 
 
+def _others(run: Callable[..., torch.Tensor]) -> dict[str, Variant]:
+    """The next best arrangements on paper."""
+    places = ("second", 1), ("third", 2)
+    return {name: Variant(partial(_at, run, place), FEW_ROWS) for name, place in places}
+
+
+def _at(run: Callable[..., torch.Tensor], place: int, *arguments: Any) -> torch.Tensor:
+    return run(*arguments, place=place)
+
+
+def _plain(held: Weight | Scaled) -> Weight:
+    return held.weight if isinstance(held, Scaled) else held
+
+
+_HOLDS = {TRITON: _plain, TORCH: lambda held: held}
+
 BACKENDS = (
-    Declared("linear.fp8_rows", fp8_rows, codes_eligible, prepare_codes, NAME),
-    Declared("linear.grouped_fp8_rows", grouped_fp8_rows, codes_eligible, prepare_codes, NAME),
-    Declared("linear.grouped", grouped, grouped_eligible, linear.prepare_grouped, NAME),
-    Declared("linear.dense", dense, dense_eligible, linear.prepare_dense, NAME),
+    Declared(
+        "linear.fp8_rows", fp8_rows, codes_eligible, prepare_codes, NAME, _HOLDS, _others(fp8_rows)
+    ),
+    Declared(
+        "linear.grouped_fp8_rows",
+        grouped_fp8_rows,
+        codes_eligible,
+        prepare_codes,
+        NAME,
+        _HOLDS,
+        _others(grouped_fp8_rows),
+    ),
+    Declared(
+        "linear.grouped",
+        grouped,
+        grouped_eligible,
+        linear.prepare_grouped,
+        NAME,
+        variants=_others(grouped),
+    ),
+    Declared(
+        "linear.dense",
+        dense,
+        dense_eligible,
+        linear.prepare_dense,
+        NAME,
+        variants=_others(dense),
+    ),
 )

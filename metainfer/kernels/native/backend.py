@@ -37,11 +37,13 @@ class Native:
         prepare: Callable[..., Any] | None = None,
         eligible: Eligible = on_cpu,
     ) -> Backend:
-        """The backend of `op` that runs `run(library, case, *arguments)`."""
+        """The backend of `op` that runs `run(library, case, *arguments)`; weights are prepared so
+        that `kernels.cpu` can run from them too."""
         if isinstance(self.library, str):
             reason = self.library
             return Backend(op, "native", _missing, lambda case, target: no(reason), prepare)
-        return Backend(op, "native", partial(run, self.library), eligible, prepare)
+        ours = partial(run, self.library)
+        return Backend(op, "native", ours, eligible, prepare, holds={"cpu": lambda held: held})
 
 
 def _missing(*arguments: Any) -> Any:

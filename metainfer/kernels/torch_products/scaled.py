@@ -15,6 +15,7 @@ from metainfer.kernels.reference.dequantise import scales_to_float
 from metainfer.kernels.registry import Verdict, no
 from metainfer.kernels.torch_products.dense import NAME
 from metainfer.kernels.triton import linear
+from metainfer.kernels.triton.backend import NAME as TRITON
 from metainfer.kernels.triton.backend import Declared, on_gpu
 from metainfer.kernels.triton.launch import Launcher
 from metainfer.kernels.triton.product import FEW_ROWS, Weight
@@ -123,7 +124,9 @@ def whole_blocks(case: Fp8RowsCase | GroupedFp8RowsCase, target: Target) -> Verd
     return on_gpu(case, target)
 
 
+_HOLDS = {TRITON: lambda held: held.weight}
+
 BACKENDS = (
-    Declared("linear.fp8_rows", fp8_rows, whole_blocks, prepare, NAME),
-    Declared("linear.grouped_fp8_rows", grouped_fp8_rows, whole_blocks, prepare, NAME),
+    Declared("linear.fp8_rows", fp8_rows, whole_blocks, prepare, NAME, _HOLDS),
+    Declared("linear.grouped_fp8_rows", grouped_fp8_rows, whole_blocks, prepare, NAME, _HOLDS),
 )

@@ -8,14 +8,16 @@ exactly, and the activation inside is rounded to codes all the same: one functio
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import triton
 
 from metainfer.kernels.reference.dtypes import TORCH_DTYPES
-from metainfer.kernels.registry import Verdict, no
+from metainfer.kernels.registry import Variant, Verdict, no
 from metainfer.kernels.triton import moe_rows
 from metainfer.kernels.triton.backend import Declared, on_gpu
 from metainfer.kernels.triton.launch import Launcher, has_fp8
@@ -77,9 +79,10 @@ def experts(
     ids_TK: torch.Tensor,
     weights_TK: torch.Tensor,
     tiles: Tiles | None = None,
+    steps: int = 0,
 ) -> torch.Tensor:
-    """`tiles` for experiments."""
-    call = _Call(launch, case, ids_TK, tiles, has_codes=False)
+    """`tiles` for experiments; `steps` as of `moe_tiles.height_of`."""
+    call = _Call(launch, case, ids_TK, tiles, has_codes=False, steps=steps)
     hidden = call.gate_up(weights, Rows(x_TD, None, case.selected))
     return call.down(weights, Rows(hidden, None, 1), weights_TK)
 
@@ -93,13 +96,14 @@ def experts_fp8_rows(
     ids_TK: torch.Tensor,
     weights_TK: torch.Tensor,
     tiles: Tiles | None = None,
+    steps: int = 0,
 ) -> torch.Tensor:
-    """`tiles` for experiments."""
+    """`tiles` for experiments; `steps` as of `moe_tiles.height_of`."""
     as_codes = [
         has_fp8(launch) and case.group == _FP8_GROUP and matrix.form in _FP8_FORMS
         for matrix in (weights.gate_up, weights.down)
     ]
-    call = _Call(launch, case, ids_TK, tiles, has_codes=as_codes[0])
+    call = _Call(launch, case, ids_TK, tiles, has_codes=as_codes[0], steps=steps)
     dtype = TORCH_DTYPES[case.dtype]
     rows = Rows(codes_TD, scales_TG, case.selected)
     if not as_codes[0]:
@@ -128,12 +132,13 @@ class _Call:
         ids_TK: torch.Tensor,
         tiles: Tiles | None,
         has_codes: bool,
+        steps: int,
     ) -> None:
         self._launch = launch
         self._case = case
         self._ids_TK = ids_TK.contiguous()
         self._dtype = TORCH_DTYPES[case.dtype]
-        self.tiles = tiles or tiles_of(case, len(ids_TK), launch.capability, has_codes)
+        self.tiles = tiles or tiles_of(case, len(ids_TK), launch.capability, has_codes, steps)
         self._order: Order = order(launch, self._ids_TK, case.experts, self.tiles.rows)
 
     def gate_up(self, weights: Experts, rows: Rows) -> torch.Tensor:
@@ -259,8 +264,24 @@ def _known_blocks(case: Any, target: Target) -> Verdict:
     return on_gpu(case, target)
 
 
+def _heights(run: Callable[..., torch.Tensor]) -> dict[str, Variant]:
+    """Tiles of other heights than the rows of an expert suggest."""
+    steps = {"lower": -1, "taller": 1}
+    return {name: Variant(partial(_moved, run, n)) for name, n in steps.items()}
+
+
+def _moved(run: Callable[..., torch.Tensor], steps: int, *arguments: Any) -> torch.Tensor:
+    return run(*arguments, steps=steps)
+
+
 BACKENDS = (
-    Declared("moe.experts", experts, eligible, prepare),
-    Declared("moe.experts_fp8_rows", experts_fp8_rows, eligible_fp8_rows, prepare_fp8_rows),
+    Declared("moe.experts", experts, eligible, prepare, variants=_heights(experts)),
+    Declared(
+        "moe.experts_fp8_rows",
+        experts_fp8_rows,
+        eligible_fp8_rows,
+        prepare_fp8_rows,
+        variants=_heights(experts_fp8_rows),
+    ),
     *moe_rows.BACKENDS,
 )

@@ -45,10 +45,16 @@ _HEIGHTS = ((16, 10.0), (32, 24.0), (64, 400.0))
 _TALLEST = 128
 
 
-def height_of(case: ExpertsCase | ExpertsFp8RowsCase, rows: int) -> int:
-    """Slots of a tile where `rows` rows choose evenly."""
+def height_of(case: ExpertsCase | ExpertsFp8RowsCase, rows: int, steps: int = 0) -> int:
+    """Slots of a tile where `rows` rows choose evenly.
+
+    Args:
+        steps: to taller tiles, or below 0 to lower ones.
+    """
     each = rows * case.selected / case.experts
-    return next((height for height, most in _HEIGHTS if each <= most), _TALLEST)
+    place = next((n for n, (_, most) in enumerate(_HEIGHTS) if each <= most), len(_HEIGHTS))
+    heights = (*(height for height, _ in _HEIGHTS), _TALLEST)
+    return heights[min(max(place + steps, 0), len(_HEIGHTS))]
 
 
 def tiles_of(
@@ -56,12 +62,14 @@ def tiles_of(
     rows: int,
     capability: tuple[int, int],
     has_codes: bool,
+    steps: int = 0,
 ) -> Tiles:
     """
     Args:
         has_codes: rows are e4m3 codes, not bf16.
+        steps: as of `height_of`.
     """
-    height = height_of(case, rows)
+    height = height_of(case, rows, steps)
     if case.dtype == "float32":
         return Tiles(min(height, 32), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2))
     step = 128 if has_codes else 64
