@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +11,7 @@ from metainfer.core.units import format_bytes
 from metainfer.hardware.curves import Curve
 from metainfer.hardware.facts import NOT_ASKED, Unknown
 from metainfer.hardware.machine import Gpu, Machine, Power
+from metainfer.hardware.measured import name_of, sentences
 from metainfer.hardware.pcie import Bridge, PcieLink, Peer
 from metainfer.hardware.topology import way
 
@@ -154,19 +156,23 @@ def _measured(machine: Machine) -> Iterator[str]:
     if machine.curves:
         yield ""
     for curve in machine.curves:
-        yield _curve(curve)[:100]
+        if curve.trusted and curve.bytes:
+            yield _curve(curve)[:100]
+    yield from (line[:100] for line in sentences(machine))
     for rate in machine.rates:
         rows = f", {rate.rows} rows" if rate.rows else ""
         unit = "B/s" if rate.work == "copy" else "operations/s"
         yield f"{rate.work}{rows}: {rate.per_s:.3g} {unit} ({rate.source})"[:100]
+    for what in machine.unmeasured:
+        yield from textwrap.wrap(
+            f"not measured {what}", 100, subsequent_indent=" " * len("not measured ")
+        )
 
 
 def _curve(curve: Curve) -> str:
-    gpus = ",".join(map(str, curve.gpus))
     best = max(size / time for size, time in zip(curve.bytes, curve.seconds, strict=True))
-    together = " at once" if curve.at_once else ""
     return (
-        f"{curve.means}, {curve.operation} over {gpus}{together}: {curve.seconds[0] * 1e6:.1f} us"
+        f"{name_of(curve)}: {curve.seconds[0] * 1e6:.1f} us"
         f" for {format_bytes(curve.bytes[0])}, up to {best / 1e9:.1f} GB/s ({curve.source})"
     )
 

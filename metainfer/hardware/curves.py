@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 STORE, LOAD, COPY = "peer store", "peer load", "copy engine"
@@ -11,6 +12,13 @@ TO_HOST, FROM_HOST, STAGED = "to host", "from host", "host staged"
 NCCL = "NCCL"
 MEANS = (STORE, LOAD, COPY, TO_HOST, FROM_HOST, STAGED, NCCL)
 """How bytes move."""
+
+RING, ALL_TO_ALL, SEVERAL_ROOTS, PULL = "ring", "all_to_all", "several_roots", "pull"
+"""Operations besides "copy" and collectives: each rank to the next; each to all others; those of
+one half of the roots to some of the other half, two each; a copy that the target starts."""
+
+MEASURED_HERE = "measured here"
+"""How the source of what was measured on the machine itself begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +31,8 @@ class Curve:
         gpus: places in `Machine.gpus` that took part; for a copy, (source, target).
         at_once: all pairs or ranks ran at the same time; the slowest counts.
         bytes, seconds: as many of each, bytes ascending; of a collective, each rank's payload.
-        verified: what arrived was compared with what was sent.
+        verified: what arrived was compared with what was sent. Where it was measured here and is
+            False, other data arrived, and `bytes` ends before the first size at which it did.
         source: "measured here", or where it was published; what had to be inferred is said.
     """
 
@@ -35,6 +44,11 @@ class Curve:
     seconds: tuple[float, ...]
     verified: bool
     source: str
+
+    @property
+    def trusted(self) -> bool:
+        """Not where it was seen here that wrong data arrives."""
+        return self.verified or not self.source.startswith(MEASURED_HERE)
 
     def seconds_of(self, size: float) -> float:
         """Between points by straight lines over logarithms; before the first its time, behind the
@@ -48,6 +62,11 @@ class Curve:
         share = math.log(size / low) / math.log(high / low)
         before, after = self.seconds[place - 1], self.seconds[place]
         return before * math.pow(after / before, share)
+
+
+def trusted(curves: Iterable[Curve]) -> tuple[Curve, ...]:
+    """Those that anything may be counted with."""
+    return tuple(curve for curve in curves if curve.trusted and curve.bytes)
 
 
 @dataclass(frozen=True, slots=True)

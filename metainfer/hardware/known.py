@@ -11,6 +11,7 @@ from pathlib import Path
 
 from metainfer.core.errors import UserError
 from metainfer.hardware.machine import Machine
+from metainfer.hardware.measured import with_measured
 from metainfer.hardware.probe import probe
 
 _FOLDER = Path(__file__).parent / "machines"
@@ -25,12 +26,13 @@ def machine_of(text: str | None) -> Machine:
     """The machine that `--machine` means.
 
     Args:
-        text: name of a recorded machine, else path of a record; None for the one at hand.
+        text: name of a recorded machine, else path of a record; None for the one at hand, with
+            what `metainfer probe --measure` found of it.
 
     Raises UserError naming what is neither.
     """
     if text is None:
-        return probe()
+        return with_measured(probe())
     if text in machine_names():
         return Machine.from_json((_FOLDER / f"{text}.json").read_text(encoding="utf-8"))
     path = Path(text)

@@ -191,6 +191,7 @@ class Machine:
         nvlink: whether any two GPUs are linked by NVLink.
         environment: variables of NCCL, CUDA and PyTorch that this process inherited.
         curves, rates: measured, or published of a machine like it.
+        unmeasured: what was to be measured and was not, each in a sentence with the reason.
         sources: of a recorded machine.
     """
 
@@ -207,6 +208,7 @@ class Machine:
     environment: Mapping[str, str] = field(default_factory=dict)
     curves: tuple[Curve, ...] = ()
     rates: tuple[Rate, ...] = ()
+    unmeasured: tuple[str, ...] = ()
     sources: tuple[Source, ...] = ()
 
     def to_json(self) -> str:

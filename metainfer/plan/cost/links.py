@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from itertools import permutations
 
 from metainfer.hardware.cards import card_of_gpu
-from metainfer.hardware.curves import COPY, STORE
+from metainfer.hardware.curves import COPY, STORE, trusted
 from metainfer.hardware.facts import Unknown
 from metainfer.hardware.machine import Gpu, Machine
 from metainfer.hardware.pcie import Bridge, PcieLink
@@ -156,7 +156,7 @@ class Links:
     def _learn(self) -> None:
         """Rates of all links, or what is not known of them."""
         share = self._constants.transfer("link")
-        copied = largest_rate(self._machine.curves, (COPY, STORE))
+        copied = largest_rate(trusted(self._machine.curves), (COPY, STORE))
         generations = [4]
         for place, gpu in enumerate(self._gpus):
             rate, generation = _link_of(gpu)

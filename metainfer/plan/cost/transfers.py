@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from metainfer.hardware.cards import card_of_gpu
-from metainfer.hardware.curves import COPY, LOAD, NCCL, STAGED, STORE, Curve
+from metainfer.hardware.curves import COPY, LOAD, NCCL, STAGED, STORE, Curve, trusted
 from metainfer.hardware.facts import Unknown
 from metainfer.hardware.machine import Gpu, Machine
 from metainfer.plan.cost.constants import INFERRED, MEASURED, Constants, Profile
@@ -45,7 +45,7 @@ class Transfers:
     """Of a machine under one engine."""
 
     def __init__(self, machine: Machine, constants: Constants, profile: Profile) -> None:
-        self._curves = machine.curves
+        self._curves = trusted(machine.curves)
         self._constants = constants
         self._profile = profile
         self._gpus: Sequence[Gpu] = () if isinstance(machine.gpus, Unknown) else machine.gpus
