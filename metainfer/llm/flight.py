@@ -21,6 +21,9 @@ class Flight:
         draws: of all its sampled rows; None where there are none.
         streams: of each sequence the rows that log-probabilities of its prompt are made of.
         score_prompt: makes them; waits for the device, and for steps that were launched since.
+
+    Attributes:
+        streams: as given.
     """
 
     def __init__(
@@ -34,7 +37,7 @@ class Flight:
         self._step = step
         self._states = states
         self._draws = draws
-        self._streams = streams
+        self.streams = streams
         self._score_prompt = score_prompt
 
     def wait(self) -> StepOutput:
@@ -48,7 +51,7 @@ class Flight:
         outputs: list[SequenceOutput] = []
         begin = 0
         for part, state, own_NSD in zip(
-            self._step.sequences, self._states, self._streams, strict=True
+            self._step.sequences, self._states, self.streams, strict=True
         ):
             end = begin + part.sample_rows
             outputs.append(self._output(part, state, draws[begin:end], own_NSD))

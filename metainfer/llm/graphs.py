@@ -151,6 +151,11 @@ class DecodeSteps(Generic[C]):
                 format_bytes(max(0, taken)),
             )
 
+    def rehearse(self, shape: Shape) -> None:
+        """Start what a step of this shape starts, of padding alone."""
+        self._fill_with_padding(shape)
+        self._work(shape)()
+
     def run(
         self, shape: Shape, numbers: torch.Tensor, read: ReadTokens | None = None
     ) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch
 
 from metainfer.llm.batch import BatchBuilder, has_unread
 from metainfer.llm.flight import Flight
-from metainfer.llm.graphs import DecodeSteps, Graphs
+from metainfer.llm.graphs import DecodeSteps, Graphs, Shape
 from metainfer.llm.sample import Draws, Row, Sampler, SequenceSampling
 from metainfer.llm.step import IN_FLIGHT, SequenceStep, Step, StepOutput
 from metainfer.nn.inputs import DecodeInputs, StepInputs
@@ -135,6 +135,28 @@ class Runner(Generic[C]):
         be admitted by it."""
         self.execute(step)
         self._states.clear()
+
+    @torch.inference_mode()
+    def rehearse(self, step: Step) -> None:
+        """Start all that a step which belongs to nobody starts, and what its results would; wait
+        for nothing, so that tensors may have no numbers."""
+        for part, own_NSD in zip(step.sequences, self.launch(step).streams, strict=True):
+            if part.prompt_logprobs and own_NSD is not None:
+                for slice_NSD in own_NSD.split(self._slice_rows):
+                    logits_NV = self._model.logits(slice_NSD)
+                    self._sampler.launch_logprobs(logits_NV, [0] * len(logits_NV), 1)
+        self._states.clear()
+
+    @torch.inference_mode()
+    def rehearse_shape(self, shape: Shape) -> None:
+        """The same of a decode step of a fixed shape."""
+        assert self.decode_steps is not None
+        self.decode_steps.rehearse(shape)
+
+    @torch.inference_mode()
+    def rehearse_draws(self) -> None:
+        """The same of sampling."""
+        self._sampler.launch_all_forms()
 
     def is_fatal(self, error: Exception) -> bool:
         """Whether the device is lost: after an error of the accelerator nothing on it can be
