@@ -12,9 +12,10 @@ settings.load_profile("metainfer")
 
 @pytest.fixture(autouse=True)
 def no_verdicts(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What somebody here once found of the shipped model changes no test."""
+    """What somebody here once found of the shipped model, or of this machine, changes no test."""
     directory = tmp_path_factory.getbasetemp() / "no verdicts"
     monkeypatch.setattr("metainfer.plan.proof.default_cache", lambda: directory)
+    monkeypatch.setattr("metainfer.plan.tuning.default_cache", lambda: directory)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -177,6 +177,7 @@ def _plan(machine: Machine, model: str) -> Plan | UserError:
     """What `serve` would do without flags, or the error with which it would refuse."""
     from metainfer.arch.families import read_arch
     from metainfer.kernels.builtin import builtin_registry
+    from metainfer.kernels.tune_record import find_here
     from metainfer.plan.build import build_plan, choose_target
     from metainfer.plan.proof import cache_proof
     from metainfer.plan.settings import EngineSettings
@@ -186,7 +187,8 @@ def _plan(machine: Machine, model: str) -> Plan | UserError:
         arch = read_arch(model)
         proof = cache_proof(Path(model_dir(model)), arch, settings)
         able = choose_target(machine, arch, settings, builtin_registry().capabilities, proof)
-        return build_plan(machine, arch, settings, able, proof)
+        tuning = find_here(machine, able.target).tuning()
+        return build_plan(machine, arch, settings, able, proof, tuning)
     except UserError as error:
         return error
 

@@ -177,6 +177,17 @@ class Registry:
         variant = name.partition(":")[2]
         return replace(backend, run=backend.variants[variant].run) if variant else backend
 
+    def candidates(self, op: str, case: Any, target: Target, order: str = "") -> tuple[str, ...]:
+        """All that could be chosen: backends of the order that serve `case`, the default first, and
+        their variants. References are what others are held against."""
+        serving = self._serving(op, case, target, order)
+        names = [name for name in serving if name != REFERENCE]
+        return tuple(
+            candidate
+            for name in names
+            for candidate in (name, *(f"{name}:{more}" for more in self._table[op][name].variants))
+        )
+
     def bind(self, op: str, case: Any, target: Target, order: str = "") -> Kernel:
         """What `choose` says.
 
@@ -204,20 +215,27 @@ class Registry:
     def choose(self, op: str, case: Any, target: Target, order: str = "") -> Choice | None:
         """The first backend in order that serves `case` on `target`, or what was measured to be
         faster. None where nothing in order serves it. Raises UserError for an unknown order."""
-        names = self._candidates(op, target, order)
-        serving = [name for name in names if self.verdict(op, name, case, target)]
+        serving = self._serving(op, case, target, order)
         if not serving:
             return None
-        first = self._table[op][serving[0]]
         found = self.tuned.of(op, case, target)
         if found is not None:
-            # Whether weights are expanded is the plan's to say: it counted their bytes.
-            alike = [n for n in serving if self._table[op][n].expands == first.expands]
-            choice = choose(found, alike, lambda holder: self._runs_from(op, holder, alike))
+            choice = choose(found, serving, lambda holder: self._runs_from(op, holder, serving))
             if choice is not None:
                 return choice
         why = self.tuned.why_not(op, case, target)
-        return Choice((Part(first.name),), f"default order: {why}")
+        return Choice((Part(serving[0]),), f"default order: {why}")
+
+    def _serving(self, op: str, case: Any, target: Target, order: str) -> list[str]:
+        """Backends that may run a case, the default first; those with expanded weights or those
+        without, as the default is: the plan counted their bytes."""
+        names = self._candidates(op, target, order)
+        serving = [name for name in names if self.verdict(op, name, case, target)]
+        return [
+            name
+            for name in serving
+            if self._table[op][name].expands == self._table[op][serving[0]].expands
+        ]
 
     def verdict(self, op: str, name: str, case: Any, target: Target) -> Verdict:
         """Whether a backend serves a case: it says so, and is not known to be wrong."""

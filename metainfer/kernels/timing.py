@@ -20,6 +20,7 @@ from metainfer.ops.floor import Rates
 Timed = Callable[[], Any]
 _HELD_CYCLES_PER_S = 2.0e9  # of clocks up to 2 GHz: slower ones hold longer
 _LONGEST_HELD_S = 0.05
+_REPLAY_HELD_S = 1e-4  # while the host queues a graph
 _COPY_BYTES = 2**29
 _PRODUCT = 8192
 _CPU_COPY_BYTES = 2**26
@@ -57,6 +58,31 @@ class Stopwatch:
         end.record()
         end.synchronize()
         return start.elapsed_time(end) / 1e3 / len(calls)
+
+    def recorded(self, calls: Sequence[Timed]) -> Timed | None:
+        """What replays a series as a CUDA graph; None on a CPU, and where it cannot be captured.
+        The series was run before."""
+        if self.device != "cuda":
+            return None
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                for call in calls:
+                    call()
+        except RuntimeError:  # a call that waits for the device, among other things
+            torch.cuda.synchronize()
+            return None
+        return graph.replay
+
+    def replay_s(self, replay: Timed, count: int) -> float:
+        """Seconds of one call of a recorded series of `count`."""
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(int(_REPLAY_HELD_S * _HELD_CYCLES_PER_S))
+        start.record()
+        replay()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3 / count
 
     def median_s(self, calls: Sequence[Timed], budget_s: float = 0.1, least: int = 3) -> float:
         """Median over as many series as the budget allows, at least `least`."""

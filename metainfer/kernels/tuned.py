@@ -86,11 +86,13 @@ class Tuned:
     Attributes:
         target: None: for nothing.
         unused: by key, why what was measured elsewhere does not count here.
+        note: why nothing is known of any other.
     """
 
     target: Target | None = None
     measured: Mapping[Key, Measured] = field(default_factory=lambda: MappingProxyType({}))
     unused: Mapping[Key, str] = field(default_factory=lambda: MappingProxyType({}))
+    note: str = NOT_TUNED
 
     def of(self, op: str, case: Any, target: Target) -> Measured | None:
         if not self.measured or target != self.target:
@@ -104,9 +106,9 @@ class Tuned:
 
     def why_not(self, op: str, case: Any, target: Target) -> str:
         """Why the default order holds."""
-        if target != self.target or not self.unused:
+        if target != self.target:
             return NOT_TUNED
-        return self.unused.get(key_of(op, case), NOT_TUNED)
+        return self.unused.get(key_of(op, case), self.note) if self.unused else self.note
 
 
 UNTUNED = Tuned()

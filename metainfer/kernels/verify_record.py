@@ -35,8 +35,14 @@ def default_cache() -> Path:
     return Path.home() / ".cache" / "metainfer" / "verify"
 
 
-def card_facts(machine: Machine, device: str, code_for: str | None = None) -> dict[str, Any]:
-    """What a record counts for: card, driver, versions, sources."""
+def card_facts(
+    machine: Machine, device: str, code_for: str | None = None, gpu: int | None = None
+) -> dict[str, Any]:
+    """What a record counts for: card, driver, versions, sources.
+
+    Args:
+        gpu: its number; None for the current one.
+    """
     facts: dict[str, Any] = {
         "device": device,
         "code_for": code_for,
@@ -46,7 +52,7 @@ def card_facts(machine: Machine, device: str, code_for: str | None = None) -> di
         "kernels": source_hash(),
     }
     if device == "cuda":
-        found = torch.cuda.get_device_properties()
+        found = torch.cuda.get_device_properties(gpu)
         facts |= {
             "name": found.name,
             "capability": [found.major, found.minor],
@@ -152,20 +158,21 @@ def read_record(text: str | bytes) -> dict[str, Any]:
 
     Raises UserError: it is no such record, or was changed.
     """
+    return read_signed(text, KIND, RECORD_VERSION)
+
+
+def read_signed(text: str | bytes, kind: str, version: int) -> dict[str, Any]:
+    """As `read_record`, of records of another kind, which is the verb that makes them."""
     try:
         record = json.loads(text, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
         raise UserError("the file is not a JSON record", hint=str(error)) from error
-    if not isinstance(record, dict) or record.get("kind") != KIND:
-        raise UserError("the file is not a record of metainfer verify")
-    if record.get("version") != RECORD_VERSION:
-        raise UserError(
-            f"the record has version {record.get('version')}, this one reads {RECORD_VERSION}"
-        )
+    if not isinstance(record, dict) or record.get("kind") != kind:
+        raise UserError(f"the file is not a record of {kind}")
+    if record.get("version") != version:
+        raise UserError(f"the record has version {record.get('version')}, this one reads {version}")
     if sign(record) != record:
-        raise UserError(
-            "the record was changed after it was made", hint="run metainfer verify again"
-        )
+        raise UserError("the record was changed after it was made", hint=f"run {kind} again")
     return record
 
 

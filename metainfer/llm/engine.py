@@ -29,6 +29,7 @@ from metainfer.hardware.probe import probe
 from metainfer.kernels.builtin import builtin_registry
 from metainfer.kernels.gpu.compilations import Compilations
 from metainfer.kernels.registry import Kernel, Registry
+from metainfer.kernels.tune_record import find_here
 from metainfer.llm.admission import Limits
 from metainfer.llm.client import EngineStats
 from metainfer.llm.loop import Executor, Loop
@@ -220,18 +221,23 @@ def load_model(
     machine, registry = probe(), builtin_registry(_launcher(compilations))
     proof = cache_proof(directory, arch, settings)
     capabilities = choose_target(machine, arch, settings, registry.capabilities, proof)
-    plan = build_plan(machine, arch, settings, capabilities, proof)
+    target = capabilities.target
+    found = find_here(machine, target, gpu_number(settings.device or ""))
+    plan = build_plan(machine, arch, settings, capabilities, proof, found.tuning())
     if on_plan is not None:
         on_plan(machine, plan)
     settle_thread(plan)
     if gpu_number(plan.device.value):
         registry = builtin_registry(_launcher(compilations))  # whose numbers are that GPU's
+    for sentence in found.broken:
+        _log.warning("%s", sentence)
+    registry = registry.with_tuned(found.bound(plan, target))
     bound = registry if watched is None else watched(registry)
     with _open_weights(directory, arch, settings, plan, on_progress) as checkpoint:
         if checkpoint.unused:
             _log.info("%d tensors of drafting blocks are not used", len(checkpoint.unused))
         kernels, runner = in_a_thread(
-            plan, lambda: make_runner(arch, plan, checkpoint, bound, capabilities.target)
+            plan, lambda: make_runner(arch, plan, checkpoint, bound, target)
         )
     return LoadedModel(machine, arch, plan, kernels, runner, compilations, began_s)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from metainfer.arch.record import Arch, WeightFormat
+from metainfer.arch.record import Arch
 from metainfer.core.errors import UserError
 from metainfer.core.units import format_bytes
 from metainfer.hardware.device_names import gpu_number
@@ -22,21 +22,21 @@ from metainfer.ops.kernel_order import COMPOSED, REFERENCE
 from metainfer.ops.uses import sampling_uses
 from metainfer.ops.uses_v4 import served_uses
 from metainfer.plan.caches import cache_dtypes
+from metainfer.plan.formats import choose_activations, choose_formats, expanding_backends
 from metainfer.plan.graphs import graphs_switch
 from metainfer.plan.memory import Fixed, Sizes, fit_memory
 from metainfer.plan.pace import async_scheduling, decode_share, longest_prefill_s
 from metainfer.plan.plan import Origin, Plan, Value
 from metainfer.plan.proof import CacheProof
 from metainfer.plan.settings import EngineSettings, Residency
+from metainfer.plan.tuning import Tuning, tuned_kernels
 
 T = TypeVar("T")
 
 CPU = Target("cpu")
 
-_DEFAULT_BATCHED_TOKENS = 2048
+DEFAULT_BATCHED_TOKENS = 2048
 _DEFAULT_QUEUED_REQUESTS = 1024
-_WEIGHTED = ("linear.", "moe.experts")  # operations whose weights may be quantised
-_BF16_ISA = ("avx512_bf16", "amx_bf16")
 
 
 def choose_target(
@@ -82,11 +82,13 @@ def build_plan(
     settings: EngineSettings,
     capabilities: Capabilities,
     proof: CacheProof | None = None,
+    tuning: Tuning | None = None,
 ) -> Plan:
     """The plan for `arch` on the device that `capabilities` are about.
 
     Args:
         proof: that the model may keep its caches as bytes.
+        tuning: what is known of how fast kernels are on that device.
 
     Raises UserError for flags that contradict each other, the model or the machine, and for what
     does not fit into memory.
@@ -95,12 +97,10 @@ def build_plan(
     served = _Served(arch, settings, proof)
     device = _device(machine, served, capabilities)
     _refuse_contradictions(arch, settings)
-    compute_dtype = _compute_dtype(machine, arch, settings, target)
-    cache_dtype, index_cache_dtype = cache_dtypes(settings, compute_dtype.value, proof)
+    formats = choose_formats(machine, arch, settings, capabilities, proof)
     residency, kernel_order = _residency(served, capabilities)
-    activations = _activations(arch, settings, capabilities)
     batched_tokens = _flag("--max-num-batched-tokens", settings.max_num_batched_tokens) or Value(
-        _DEFAULT_BATCHED_TOKENS,
+        DEFAULT_BATCHED_TOKENS,
         Origin.DEFAULT,
         "rows enough for large matrix products, few enough that others do not wait long",
     )
@@ -109,8 +109,8 @@ def build_plan(
     fixed = Fixed(
         device_name=target.type,
         gpu=_gpu_index(machine, settings, target),
-        compute_dtype=compute_dtype.value,
-        caches=cache_formats(arch, cache_dtype.value, index_cache_dtype.value),
+        compute_dtype=formats.compute_dtype.value,
+        caches=cache_formats(arch, formats.cache_dtype.value, formats.index_cache_dtype.value),
         residency=residency.value,
         batched_tokens=batched_tokens.value,
         draft_rows=draft_rows.value,
@@ -120,11 +120,11 @@ def build_plan(
     _refuse_more_than_there_is(machine, settings, fixed, sizes)
     return Plan(
         device=device,
-        compute_dtype=compute_dtype,
-        activations=activations,
+        compute_dtype=formats.compute_dtype,
+        activations=formats.activations,
         shared_expert_stream=_shared_expert_stream(settings, target),
-        cache_dtype=cache_dtype,
-        index_cache_dtype=index_cache_dtype,
+        cache_dtype=formats.cache_dtype,
+        index_cache_dtype=formats.index_cache_dtype,
         tensor_parallel_size=_flag("--tensor-parallel-size", settings.tensor_parallel_size)
         or Value(1, Origin.DEFAULT, "this version runs one rank"),
         max_model_len=sizes.max_model_len,
@@ -140,6 +140,7 @@ def build_plan(
         blocks_bytes=sizes.blocks_bytes,
         activation_bytes=sizes.activation_bytes,
         kernel_order=kernel_order,
+        tuned_kernels=tuned_kernels(settings, tuning),
         cuda_graphs=cuda_graphs,
         cuda_graph_sizes=sizes.graph_rows,
         cuda_graph_contexts=sizes.graph_contexts,
@@ -169,7 +170,7 @@ class _Served:
         arch = self.arch
         dtypes = cache_dtypes(self.settings, "bfloat16", self.proof)
         caches = cache_formats(arch, *(dtype.value for dtype in dtypes))
-        activations = _activations(arch, self.settings, capabilities).value
+        activations = choose_activations(arch, self.settings, capabilities).value
         layers = served_uses(arch, 1, "bfloat16", "bfloat16", activations, caches)
         return tuple(dict.fromkeys(op.op for op in (*layers, *sampling_uses(arch.vocab_size))))
 
@@ -257,44 +258,6 @@ def _refuse_more_than_there_is(
     )
 
 
-def _compute_dtype(
-    machine: Machine, arch: Arch, settings: EngineSettings, target: Target
-) -> Value[str]:
-    if settings.dtype is not None:
-        return Value(settings.dtype, Origin.FLAG, "given with --dtype")
-    if arch.quantisation.linear is WeightFormat.F32:
-        return Value("float32", Origin.MODEL, "the checkpoint is in float32")
-    if target.type == "cuda":
-        return Value("bfloat16", Origin.DEFAULT, "what the GPU's matrix units take")
-    isa = machine.cpu.isa
-    if isinstance(isa, Unknown):
-        return Value("float32", Origin.DEFAULT, f"what the CPU can do is unknown: {isa.why}")
-    for extension in _BF16_ISA:
-        if extension in isa:
-            return Value("bfloat16", Origin.MEASURED, f"the CPU has {extension}")
-    return Value("float32", Origin.MEASURED, "the CPU has neither avx512_bf16 nor amx_bf16")
-
-
-def _activations(arch: Arch, settings: EngineSettings, capabilities: Capabilities) -> Value[str]:
-    stored = arch.quantisation
-    plain = {WeightFormat.F32, WeightFormat.BF16}
-    if {stored.linear, stored.experts} <= plain:
-        if settings.activations == "fp8":
-            raise UserError(
-                f"--activations fp8: no matrix of {arch.name} is quantised",
-                hint="leave it out",
-            )
-        return Value("plain", Origin.MODEL, "no matrix of the checkpoint is quantised")
-    if settings.activations is not None:
-        return Value(settings.activations, Origin.FLAG, "given with --activations")
-    expanded = settings.weights_residency == Residency.EXPANDED
-    if expanded or _expanding(arch, settings.kernel_order or "", capabilities):
-        return Value("plain", Origin.DEFAULT, "expanded weights multiply rows as they are")
-    if capabilities.target.type == "cuda":
-        return Value("fp8", Origin.MODEL, "as the released model multiplies quantised matrices")
-    return Value("plain", Origin.DEFAULT, "a CPU gains nothing by rounding them")
-
-
 def _shared_expert_stream(settings: EngineSettings, target: Target) -> Value[str]:
     given = settings.shared_expert_stream
     if given == "on" and target.type != "cuda":
@@ -341,7 +304,7 @@ def _as_the_order_has_it(
     arch: Arch, residency: Value[str], order: Value[str], capabilities: Capabilities
 ) -> Value[str]:
     """Expanded, where the order puts a backend first that expands the weights of a product."""
-    named = ", ".join(_expanding(arch, order.value, capabilities))
+    named = ", ".join(expanding_backends(arch, order.value, capabilities))
     if not named:
         return residency
     if residency.origin is Origin.FLAG:
@@ -352,14 +315,6 @@ def _as_the_order_has_it(
         )
     text = f"the kernel order names {named}, which unpacks them"
     return Value(str(Residency.EXPANDED), Origin.FLAG, text)
-
-
-def _expanding(arch: Arch, order: str, capabilities: Capabilities) -> list[str]:
-    """The backends that an order puts first for products and that expand their weights."""
-    plain = served_uses(arch, 1)
-    products = dict.fromkeys(use.op for use in plain if use.op.startswith(_WEIGHTED))
-    chosen = {capabilities.backend_of(op, order) for op in products}
-    return sorted(name for name in chosen if name and name in capabilities.expanding)
 
 
 def _kernel_order(served: _Served, capabilities: Capabilities) -> Value[str]:

@@ -59,6 +59,8 @@ class Plan:
         weights_residency: "quantised" (as stored) or "expanded" (unpacked once, without loss).
         weights_bytes, state_bytes, blocks_bytes, activation_bytes: the memory ledger.
         kernel_order: backends in order of preference, "op=backend,backend;op=..."; "" = default.
+        tuned_kernels: "on": of the backends of the order those run that were measured to be fastest
+            on this card, where any were; "off": the first.
         cuda_graphs: "on" or "off": whether decode steps are captured as graphs.
         cuda_graph_sizes: rows of decode steps of fixed shapes, ascending; () where steps take the
             shapes that they have.
@@ -89,6 +91,7 @@ class Plan:
     blocks_bytes: Value[int]
     activation_bytes: Value[int]
     kernel_order: Value[str]
+    tuned_kernels: Value[str]
     cuda_graphs: Value[str]
     cuda_graph_sizes: Value[tuple[int, ...]]
     cuda_graph_contexts: Value[tuple[int, ...]]

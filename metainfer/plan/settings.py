@@ -154,6 +154,11 @@ class EngineSettings:
         " reference runs only where it is named, as in '*=triton,reference'",
         stability=Stability.EXPERIMENTAL,
     )
+    tuned_kernels: bool | None = flag(
+        "--tuned-kernels",
+        "Choose implementations by the times that `metainfer kernels tune` kept for this card",
+        stability=Stability.EXPERIMENTAL,
+    )
     async_scheduling: bool | None = flag(
         "--async-scheduling",
         "Launch a step before the results of the one before are read; a GPU then waits less",
