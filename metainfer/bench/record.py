@@ -7,11 +7,13 @@ import platform
 import secrets
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from metainfer.core.errors import UserError
 from metainfer.hardware.probe import read_versions
 
 
@@ -47,6 +49,22 @@ def commit() -> str:
 def write_json(path: Path, record: Mapping[str, Any]) -> None:
     """Write a record whole or not at all. Raises OSError."""
     write_whole(path, (json.dumps(record, indent=2) + "\n").encode())
+
+
+def check_place(path: Path, flag: str) -> None:
+    """Raises UserError naming `flag` where `write_whole` could not write `path`; writes nothing.
+    To be told before hours of measuring, not behind them."""
+    if path.is_dir():
+        raise UserError(f"{flag}: {path} is a directory", hint="name a file")
+    place = next(parent for parent in path.parents if parent.exists())
+    try:
+        with tempfile.TemporaryFile(dir=place):
+            pass
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise UserError(
+            f"{flag}: nothing can be written in {place}: {reason}", hint="choose another directory"
+        ) from error
 
 
 def write_whole(path: Path, data: bytes) -> None:

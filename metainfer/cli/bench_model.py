@@ -16,13 +16,16 @@ def run(terminal: Terminal, load: ModelLoad, results: ModelResults) -> int:
 
     from metainfer.bench.model import measure
     from metainfer.bench.model_report import record, text_report
-    from metainfer.bench.record import write_json
+    from metainfer.bench.record import check_place, write_json
     from metainfer.hardware.probe import probe
 
     if find_spec("transformers") is None:
         raise UserError(
             "transformers, the peer, is not installed", hint="pip install 'metainfer[bench]'"
         )
+    path = results.result_dir / results.result_filename
+    if results.save_result:
+        check_place(path, "--result-dir")
     machine = probe()
     directory = model_dir(load.model)
     threads = load.threads or machine.cpu.physical_cores
@@ -30,11 +33,14 @@ def run(terminal: Terminal, load: ModelLoad, results: ModelResults) -> int:
         sides = measure(load, directory, threads, progress.update, terminal.say)
     name = load.model or SHIPPED_MODEL
     made = record(sides, load, name, threads, json.loads(machine.to_json()))
-    if results.save_result:
-        path = results.result_dir / results.result_filename
-        write_json(path, made)
-        terminal.say(f"wrote {path}")
-    terminal.data(json.dumps(made, indent=2, default=str) if results.json else text_report(made))
+    try:
+        if results.save_result:
+            write_json(path, made)
+            terminal.say(f"wrote {path}")
+    finally:
+        terminal.data(
+            json.dumps(made, indent=2, default=str) if results.json else text_report(made)
+        )
     return 0
 
 

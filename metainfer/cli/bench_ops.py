@@ -12,15 +12,19 @@ from metainfer.cli.verb import Verb
 def run(terminal: Terminal, load: OpsLoad, results: OpsResults) -> int:
     from metainfer.bench.ops_report import text_report
     from metainfer.bench.ops_run import run_ops
-    from metainfer.bench.record import write_json
+    from metainfer.bench.record import check_place, write_json
 
+    path = results.result_dir / results.result_filename
+    if results.save_result:
+        check_place(path, "--result-dir")
     with terminal.progress("measured", "operations") as progress:
         made = run_ops(load, progress.update, terminal.say)
-    if results.save_result:
-        path = results.result_dir / results.result_filename
-        write_json(path, made)
-        terminal.say(f"wrote {path}")
-    terminal.data(json.dumps(made, indent=2) if results.json else text_report(made))
+    try:
+        if results.save_result:
+            write_json(path, made)
+            terminal.say(f"wrote {path}")
+    finally:
+        terminal.data(json.dumps(made, indent=2) if results.json else text_report(made))
     return 0
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from metainfer.bench.paired_settings import A, B, PairedLoad
 from metainfer.bench.stages_settings import BenchResults
-from metainfer.cli.bench_results import report
+from metainfer.cli.bench_results import place_of, report
 from metainfer.cli.bench_stages import prepared
 from metainfer.cli.terminal import Terminal
 from metainfer.cli.verb import Verb
@@ -22,6 +22,7 @@ def run(
     from metainfer.bench.paired import record, text_report
     from metainfer.bench.stages import measure
 
+    place = place_of(results, "bench-paired")
     ready = prepared(load.stages(), settings, {A: load.a, B: load.b})
     with terminal.progress("taken", "turns") as progress:
         measured = measure(
@@ -29,7 +30,7 @@ def run(
         )
     machine = json.loads(ready.machine.to_json())
     made = record(measured, load, load.model or SHIPPED_MODEL, ready.arch, machine)
-    report(terminal, results, made, "bench-paired", text_report, _draw)
+    report(terminal, results, made, place, text_report, _draw)
     return 0
 
 

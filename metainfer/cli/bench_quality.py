@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from metainfer.bench.paired_settings import A, B
 from metainfer.bench.quality_settings import QualityLoad
 from metainfer.bench.stages_settings import BenchResults
-from metainfer.cli.bench_results import report
+from metainfer.cli.bench_results import place_of, report
 from metainfer.cli.terminal import Terminal
 from metainfer.cli.verb import Verb
 from metainfer.plan.settings import EngineSettings
@@ -31,6 +31,7 @@ def run(
     from metainfer.bench.stages import engine_contestant
     from metainfer.hardware.probe import probe
 
+    place = place_of(results, "bench-quality")
     machine = probe()
     model = Path(model_dir(load.model))
     settings = replace(settings, hf_overrides=load.overrides(settings.hf_overrides))
@@ -46,7 +47,7 @@ def run(
     said = measure(load, contestants, data, terminal.say)
     name = load.model or SHIPPED_MODEL
     made = record(said, load, data, name, arch, json.loads(machine.to_json()))
-    report(terminal, results, made, "bench-quality", text_report)
+    report(terminal, results, made, place, text_report)
     _keep(terminal, made, model, arch, settings)
     return 0 if made["verdict"]["passed"] else 1
 

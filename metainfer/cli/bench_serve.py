@@ -13,20 +13,24 @@ from metainfer.cli.verb import Verb
 
 
 def run(terminal: Terminal, load: ServeLoad, results: ServeResults) -> int:
-    from metainfer.bench.record import write_json
+    from metainfer.bench.record import check_place, write_json
     from metainfer.bench.serve import measure
     from metainfer.bench.serve_report import record, text_report
     from metainfer.hardware.probe import probe
 
+    if results.save_result:
+        check_place(results.result_dir / (results.result_filename or "record"), "--result-dir")
     terminal.say(f"load on {load.base_url}: {load.num_prompts} requests, {load.repeats} run(s)")
     with terminal.progress("ended", "requests") as progress:
         measured = measure(load, progress.update)
     made = record(measured, load, results, json.loads(probe().to_json()))
-    if results.save_result:
-        path = results.result_dir / (results.result_filename or file_name(made))
-        write_json(path, made)
-        terminal.say(f"wrote {path}")
-    terminal.data(json.dumps(made, indent=2) if results.json else text_report(made, results))
+    try:
+        if results.save_result:
+            path = results.result_dir / (results.result_filename or file_name(made))
+            write_json(path, made)
+            terminal.say(f"wrote {path}")
+    finally:
+        terminal.data(json.dumps(made, indent=2) if results.json else text_report(made, results))
     if measured.interrupted:
         raise KeyboardInterrupt
     return 1 if made["failed"] else 0

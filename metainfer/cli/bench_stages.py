@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from metainfer.bench.stages_settings import TRANSFORMERS, BenchResults, StagesLoad
-from metainfer.cli.bench_results import report
+from metainfer.cli.bench_results import place_of, report
 from metainfer.cli.terminal import Terminal
 from metainfer.cli.verb import Verb
 from metainfer.core.errors import UserError
@@ -76,6 +76,7 @@ def run(
             "FlashMLA, whose kernels the setting open runs, is not installed",
             hint="pip install sgl-flash-mla, where there is a GPU of sm_90",
         )
+    place = place_of(results, "bench-stages")
     ready = prepared(load, settings, {text: text for text in load.settings})
     contestants = list(ready.contestants)
     if load.against == TRANSFORMERS:
@@ -84,7 +85,7 @@ def run(
         measured = measure(load, contestants, ready.arch, progress.update, terminal.say)
     machine = json.loads(ready.machine.to_json())
     made = record(measured, load, load.model or SHIPPED_MODEL, ready.arch, machine)
-    report(terminal, results, made, "bench-stages", text_report, _draw if load.rounds else None)
+    report(terminal, results, made, place, text_report, _draw if load.rounds else None)
     return 1 if wrong_positions(made) else 0
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from metainfer.bench.profile_settings import ProfileLoad
 from metainfer.bench.stages_settings import BenchResults
-from metainfer.cli.bench_results import report
+from metainfer.cli.bench_results import place_of, report
 from metainfer.cli.terminal import Terminal
 from metainfer.cli.verb import Verb
 from metainfer.plan.settings import EngineSettings
@@ -26,6 +26,7 @@ def run(
     from metainfer.kernels.timing import measure_rates
     from metainfer.llm.engine import load_model
 
+    place = place_of(results, "profile")
     model = model_dir(load.model)
     settings = replace(settings, hf_overrides=load.overrides(settings.hf_overrides))
     arch = read_arch(model, settings.hf_overrides)
@@ -43,7 +44,7 @@ def run(
     found = profiles(loaded, meter, load, terminal.say)
     rates = measure_rates(meter.device)
     made = record(found, loaded, load, load.model or SHIPPED_MODEL, rates)
-    report(terminal, results, made, "profile", text_report, _draw)
+    report(terminal, results, made, place, text_report, _draw)
     return 0
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -98,12 +99,10 @@ class VerifyOptions:
         ):
             if any(value is not None and value < 1 for value in values):
                 raise UserError(f"{name} must be at least 1")
-        if self.out is not None and self.out.is_dir():
-            raise UserError(f"--out: {self.out} is a directory", hint="name a file")
 
 
 def run(terminal: Terminal, options: VerifyOptions) -> int:
-    from metainfer.bench.record import provenance, write_json
+    from metainfer.bench.record import check_place, provenance, write_json
     from metainfer.hardware.probe import probe
     from metainfer.kernels.platform import platform
     from metainfer.kernels.verify_record import card_facts, keep, make_record, read_record
@@ -111,10 +110,15 @@ def run(terminal: Terminal, options: VerifyOptions) -> int:
     from metainfer.plan.plan import Plan
 
     if options.show is not None:
-        return _told(terminal, options, read_record(options.show.read_bytes()))
-    plan = (
-        None if options.plan is None else Plan.from_json(options.plan.read_text("utf-8", "replace"))
-    )
+        with _naming(options.show):
+            shown = read_record(options.show.read_bytes())
+        return _told(terminal, options, shown)
+    plan = None
+    if options.plan is not None:
+        with _naming(options.plan):
+            plan = Plan.from_json(options.plan.read_text("utf-8", "replace"))
+    if options.out is not None:
+        check_place(options.out, "--out")
     on = platform(options.device, options.code_for)
     machine = probe()
     ranks = options.tensor_parallel_size or (plan.tensor_parallel_size.value if plan else 1)
@@ -166,6 +170,15 @@ def run(terminal: Terminal, options: VerifyOptions) -> int:
     except OSError as error:
         terminal.hint(f"the record is not kept where serve looks for it: {error}")
     return _told(terminal, options, record)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Errors of the file's content begin with its name."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{path}: {error.message}", error.hint) from error
 
 
 def _told(terminal: Terminal, options: VerifyOptions, record: Mapping[str, Any]) -> int:
