@@ -76,6 +76,10 @@ class CudaUnit:
     def options(self) -> tuple[tuple[str, int], ...]:
         return (("threads", self.kernel.threads), ("shared_bytes", self.shared_bytes))
 
+    def facts(self) -> dict[str, str]:
+        """What tells it from other units of its kernel."""
+        return {name: f"is {value}" for name, value in (*self.constants, *self.options)}
+
     def compile(self, capability: tuple[int, int]) -> Any:
         """Machine code and PTX for GPUs of `capability`, with the names that Triton uses."""
         asm = _compile(self.kernel, self.constants, capability)

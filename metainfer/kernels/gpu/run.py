@@ -1,4 +1,4 @@
-"""Programs: kernels in CUDA C++, compiled at their first start and kept."""
+"""Programs: kernels in CUDA C++, loaded at their first start and kept."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from metainfer.kernels.gpu.code_cache import CUBIN, PTX, code_of
 from metainfer.kernels.gpu.compilations import Compilations
 from metainfer.kernels.gpu.driver import Driver
 from metainfer.kernels.gpu.program import CudaUnit
@@ -15,7 +16,8 @@ from metainfer.kernels.gpu.program import CudaUnit
 
 class Programs:
     """Compiles for `capability`, starts on torch's current device and stream. The first start of a
-    unit compiles and loads it, which a CUDA graph cannot capture; later ones can be captured."""
+    unit loads it, and compiles what is not on disk, which a CUDA graph cannot capture; later ones
+    can be captured."""
 
     def __init__(
         self,
@@ -33,7 +35,7 @@ class Programs:
         self._capability = capability
         self._compilations = compilations or Compilations()
         self._driver = driver
-        self._code = "ptx" if portable else "cubin"
+        self._kind = PTX if portable else CUBIN
         self._functions: dict[tuple[int, CudaUnit], int] = {}
 
     def start(
@@ -46,11 +48,11 @@ class Programs:
         key = stream.device_index, unit
         self._driver.enter(stream.device_index)
         if key not in self._functions:
-            code = unit.compile(self._capability).asm[self._code]
+            code = code_of(unit, self._capability, self._kind)
             function = self._driver.load(code, unit.name)
             self._driver.allow_shared(function, unit.shared_bytes)
             self._functions[key] = function
-            self._compilations.note(unit.name)
+            self._compilations.note(unit.name, unit.facts())
         self._driver.launch(
             self._functions[key],
             grid,

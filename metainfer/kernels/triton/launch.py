@@ -127,10 +127,11 @@ class JitLauncher:
     ) -> None:
         if 0 in grid:
             return
-        started = kernel[grid](*arguments, num_warps=num_warps, num_stages=num_stages, **constants)
+        options = {"num_warps": num_warps, "num_stages": num_stages, **constants}
+        started = kernel[grid](*arguments, **options)
         if started is not None and id(started) not in self._started:
             self._started.add(id(started))
-            self._compilations.note(kernel.__name__)
+            self._compilations.note(kernel.__name__, facts_of(kernel, arguments, options))
 
     def cuda(
         self,
@@ -144,6 +145,15 @@ class JitLauncher:
         if 0 not in grid:
             unit = unit_of(kernel, shared_bytes, constants)
             self._programs.start(unit, grid, arguments, early=early)
+
+
+def facts_of(kernel: Any, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, str]:
+    """What tells the code of a launch from other code of its kernel."""
+    from metainfer.kernels.triton.record import unit_of  # which needs this module
+
+    if not isinstance(kernel, triton.runtime.JITFunction):
+        return {name: f"is {value}" for name, value in named.items()}
+    return unit_of(kernel, arguments, named)[0].facts()
 
 
 def shared_limit(capability: tuple[int, int]) -> int:

@@ -71,6 +71,18 @@ class CompileUnit:
         names = self.kernel.arg_names
         return {names[place]: value for place, value in self.constants}
 
+    def facts(self) -> dict[str, str]:
+        """What tells it from other units of its kernel."""
+        constants = dict(self.constants)
+        said = {}
+        for place, name in enumerate(self.kernel.arg_names):
+            if place in constants:
+                said[name] = f"is {_short(constants[place])}"
+            else:
+                rest = f", {_ALIGNMENT} divides it" if place in self.divisible else ""
+                said[name] = f"is a {self.signature[place]}{rest}"
+        return {**said, **{name: f"is {value}" for name, value in self.options}}
+
     def compile(self, capability: tuple[int, int]) -> Any:
         """Triton's compiled kernel for GPUs of `capability`; needs none."""
         source_type = GluonASTSource if self.kernel.is_gluon() else ASTSource
@@ -87,6 +99,10 @@ class CompileUnit:
         """Kernels travel to other processes by name."""
         where = (self.kernel.__module__, self.kernel.__qualname__)
         return _unit_by_name, (*where, self.signature, self.constants, self.divisible, self.options)
+
+
+def _short(value: Any) -> str:
+    return str(getattr(value, "__name__", value))
 
 
 def _unit_by_name(module: str, name: str, *fields: Any) -> CompileUnit:
