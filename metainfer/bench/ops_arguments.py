@@ -10,7 +10,8 @@ import torch
 
 from metainfer.kernels.inputs.base import DTYPES, Call
 from metainfer.kernels.reference import BACKENDS
-from metainfer.kernels.reference.formats import decode_index, decode_rows
+from metainfer.kernels.reference.dequantise import scales_to_float
+from metainfer.kernels.reference.formats import decode_e4m3, decode_index, decode_rows
 from metainfer.ops.catalogue import OPS
 
 DENSE = "dense"
@@ -41,6 +42,13 @@ def dense_index(case: Any, coded: Any) -> torch.Tensor:
             for part in zip(codes.split(2**20), scales.split(2**20), strict=True)
         ]
     )
+
+
+def decoded_rows(case: Any, codes_TI: torch.Tensor, scales_TG: torch.Tensor) -> torch.Tensor:
+    """Rows in fp8 groups as numbers in the case's dtype."""
+    factor_TI = scales_to_float(scales_TG).repeat_interleave(case.group, 1)
+    numbers_TI = decode_e4m3(codes_TI) * factor_TI[:, : codes_TI.shape[1]]
+    return numbers_TI.to(DTYPES[case.dtype])
 
 
 def prefill_lists(case: Any, given: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from metainfer.bench.ops import OpWork, Side
-from metainfer.bench.ops_arguments import named_arguments, prefill_lists
+from metainfer.bench.ops_arguments import decoded_rows, named_arguments, prefill_lists
 from metainfer.kernels.inputs.base import Call
 from metainfer.kernels.reference.dequantise import to_float
 from metainfer.kernels.timing import Timed
@@ -109,12 +109,15 @@ def _scaled_mm(work: OpWork) -> Side | None:
 
 
 def _grouped_mm(work: OpWork) -> Side | None:
-    """torch's grouped products over bf16 experts, rows sorted by expert within the time."""
-    if work.op != "moe.experts" or work.case.dtype != "bfloat16":
+    """torch's grouped products over bf16 experts, rows sorted by expert within the time; rows in
+    codes are decoded beforehand."""
+    coded = work.op == "moe.experts_fp8_rows"
+    if not (coded or work.op == "moe.experts") or work.case.dtype != "bfloat16":
         return None
 
     def side(case: Any, call: Call) -> Timed:
-        x_TD, ids_TK, weights_TK = call.arguments
+        *rows_in, ids_TK, weights_TK = call.arguments
+        x_TD = decoded_rows(case, *rows_in) if coded else rows_in[0]
         w1, w2, w3 = (
             torch.stack(
                 [

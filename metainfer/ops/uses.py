@@ -12,7 +12,7 @@ from metainfer.ops.sample import OPS as SAMPLING
 from metainfer.ops.sample import SampleCase
 from metainfer.ops.use import DECODE, PARTS, Use, Uses, merged
 from metainfer.ops.uses_attention import attention_uses
-from metainfer.ops.uses_v4 import served_uses
+from metainfer.ops.uses_v4 import is_quantised, served_uses
 
 
 def uses_of(
@@ -56,6 +56,14 @@ def uses_of(
         )
     uses = merged(served, attention_uses(side, ranks, dtype))
     return tuple(use for use in uses if not part or use.part == part)
+
+
+def usual_activations(path_or_name: str | Path, device_type: str) -> str:
+    """`activations` of `uses_of` as layers bind them on "cpu" or "cuda" where no flag says
+    otherwise: on a GPU rows of quantised matrices are rounded."""
+    if device_type != "cuda" or read_attention(path_or_name).family in ATTENTION_ONLY:
+        return "plain"
+    return "fp8" if is_quantised(read_arch(path_or_name)) else "plain"
 
 
 def sampling_uses(vocab: int) -> tuple[Use, ...]:

@@ -72,6 +72,12 @@ def served_uses(
     return listing.uses.all()
 
 
+def is_quantised(arch: Arch) -> bool:
+    """Whether any matrix of the checkpoint is."""
+    stored = arch.quantisation
+    return not {stored.linear, stored.experts} <= {WeightFormat.F32, WeightFormat.BF16}
+
+
 class _Listing:
     """The uses so far, and the shapes of one rank."""
 

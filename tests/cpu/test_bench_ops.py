@@ -10,6 +10,8 @@ import pytest
 
 from metainfer.bench.cards import CARDS, projected_s
 from metainfer.bench.ops import NOTHING, OpWork, difference, measure
+from metainfer.bench.ops_generic import generic_side
+from metainfer.bench.ops_peers import _grouped_mm
 from metainfer.bench.ops_report import GENERIC, text_report
 from metainfer.bench.ops_run import run_ops, sides
 from metainfer.bench.ops_settings import OpsLoad
@@ -17,6 +19,7 @@ from metainfer.bench.ops_works import works_of
 from metainfer.kernels.compare import tensors
 from metainfer.kernels.inputs.series import draw_one, draw_series
 from metainfer.kernels.platform import platform
+from metainfer.kernels.reference import BACKENDS as REFERENCES
 from metainfer.kernels.timing import Stopwatch
 from metainfer.ops.base import Cost, Load
 from metainfer.ops.catalogue import OPS
@@ -65,6 +68,33 @@ def test_the_generic_path_computes_what_the_kernels_compute(op: str) -> None:
                 results.append(tensors(side(work.case, call)()))
         assert results
         assert all(difference(results[-1], other) < 0.03 for other in results)
+
+
+ROWS_IN_CODES = ("linear.fp8_rows", "linear.grouped_fp8_rows", "moe.experts_fp8_rows")
+
+
+def test_on_a_gpu_products_are_measured_as_layers_bind_them_there() -> None:
+    load = OpsLoad(models=("deepseek-v4-flash",))
+    on_gpu, on_cpu = ({w.op for w in works_of(load, device)} for device in ("cuda", "cpu"))
+    plain = {"linear.fp8_block", "linear.grouped", "moe.experts"}
+    assert on_gpu >= set(ROWS_IN_CODES)
+    assert on_gpu.isdisjoint(plain)
+    assert on_cpu >= plain
+    assert on_cpu.isdisjoint(ROWS_IN_CODES)
+
+
+@pytest.mark.parametrize("op", ROWS_IN_CODES)
+def test_the_generic_path_takes_rows_in_codes(op: str) -> None:
+    (reference,) = (backend for backend in REFERENCES if backend.op == op)
+    sides = [generic_side(op)]
+    for case in OPS[op].small_cases:
+        call = draw_one(op, case, Load(5, 64), "cpu", 0)
+        expected = tensors(reference.run(case, call.weights, *call.arguments))
+        torch_products = _grouped_mm(OpWork("some", 1, op, case, "prefill", Load(5)))
+        assert (torch_products is None) == (op != "moe.experts_fp8_rows")
+        for side in (*sides, *filter(None, [torch_products])):
+            # The activation inside of experts is not rounded to codes.
+            assert difference(expected, tensors(side(case, call)())) < 0.1
 
 
 def test_a_side_that_fails_is_named_and_costs_no_other() -> None:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 
 from metainfer.arch.families import read_arch
 from metainfer.arch.record import Arch
-from metainfer.arch.tiny import tiny_arch, tiny_quantised_arch
+from metainfer.arch.tiny import tiny_arch, tiny_config, tiny_quantised_arch
 from metainfer.core.errors import UserError
 from metainfer.ops.cache_formats import CacheFormats, cache_formats
 from metainfer.ops.catalogue import OPS
 from metainfer.ops.use import DECODE, PARTS, PREFILL, Use
-from metainfer.ops.uses import uses_of
+from metainfer.ops.uses import uses_of, usual_activations
 from metainfer.ops.uses_v4 import ACTIVATIONS, served_uses
 from tests.fakes.shapes_only import build_shapes
 
@@ -110,6 +112,14 @@ def test_a_use_counts_passes_and_knows_its_phases() -> None:
     phases = {op: use.phases for (op, _), use in uses.items()}
     assert phases["attention.merge"] == (DECODE,)
     assert phases["cache.write"] == (PREFILL, DECODE)
+
+
+def test_rows_are_rounded_where_a_gpu_meets_quantised_matrices(tmp_path: Path) -> None:
+    assert usual_activations("deepseek-v4-flash", "cuda") == "fp8"
+    assert usual_activations("deepseek-v4-flash", "cpu") == "plain"
+    assert usual_activations("glm-5.3", "cuda") == "plain"  # its attention alone is here
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config()))
+    assert usual_activations(tmp_path, "cuda") == "plain"
 
 
 def test_served_uses_come_first_and_parts_are_known() -> None:
