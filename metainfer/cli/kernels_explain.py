@@ -81,12 +81,18 @@ def _op_named(name: str) -> Op:
 
 
 def _cases(op: Op, options: ExplainOptions) -> Iterator[Any]:
+    from metainfer.ops.use import merged
     from metainfer.ops.uses import uses_of
+    from metainfer.ops.uses_v4 import ACTIVATIONS
 
     if options.model is None:
         yield from dict.fromkeys(case for cases in op.cases.values() for case in cases)
         return
-    for use in uses_of(options.model, options.tensor_parallel_size):
+    forms = (
+        uses_of(options.model, options.tensor_parallel_size, activations=form)
+        for form in ACTIVATIONS
+    )
+    for use in merged(*forms):
         if use.op == op.name:
             yield use.case
 

@@ -135,6 +135,9 @@ def test_explain() -> None:
     assert "heads 64, width 512, ratio 1, topk 2048, rope_extra 64" in ran.out
     assert "cuda: is written with instructions that sm_90 alone has" in " ".join(ran.out.split())
     assert max(map(len, ran.out.splitlines())) < 100
+    for op in ("moe.experts", "moe.experts_fp8_rows"):  # as CPUs and as GPUs bind them
+        ran = metainfer("kernels", "explain", op, "--model", "deepseek-v4-flash", "--target", "89")
+        assert (ran.code, ran.err) == (0, "")
     arguments = ("norm.rms_norm", "--target", "cpu", "80", "--json")
     told = json.loads(metainfer("kernels", "explain", *arguments).out)
     assert {one["target"] for one in told} == {"cpu", "sm_80"}
