@@ -35,6 +35,10 @@ VERBS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "chat": ("metainfer.cli.chat", "Talk with a model in the terminal"),
         "env": ("metainfer.cli.env", "Report on machine, versions and plan, to paste"),
         "plan": ("metainfer.cli.plan", "Find the layout that suits a machine and a workload"),
+        "doctor": (
+            "metainfer.cli.doctor",
+            "Say what slows or breaks serving on this machine, and how to mend it",
+        ),
         "probe": ("metainfer.cli.probe", "Look at this machine: GPUs, links, pairs, host"),
         "verify": ("metainfer.cli.verify", "Check every operation of a model on this card"),
         "profile": ("metainfer.cli.profile", "Say where the time of a step goes, by operation"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Callable
 
 from metainfer.doctor import checks
 from metainfer.doctor.finding import Check, Finding, Level, Patient
@@ -21,7 +22,18 @@ def all_checks() -> tuple[Check, ...]:
     return tuple(found)
 
 
-def examine(patient: Patient) -> tuple[Finding, ...]:
-    """What all checks find, the worst first."""
-    found = [finding for check in all_checks() for finding in check.examine(patient)]
+def examine(
+    patient: Patient, on_progress: Callable[[int, int], None] | None = None
+) -> tuple[Finding, ...]:
+    """What all checks find, the worst first.
+
+    Args:
+        on_progress: told how many of how many checks are done.
+    """
+    checks = all_checks()
+    found: list[Finding] = []
+    for done, check in enumerate(checks):
+        if on_progress is not None:
+            on_progress(done, len(checks))
+        found += check.examine(patient)
     return tuple(sorted(found, key=lambda finding: _WORST_FIRST.index(finding.level)))

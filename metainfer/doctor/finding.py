@@ -8,7 +8,10 @@ from enum import StrEnum
 from typing import Any
 
 from metainfer.arch.record import Arch
+from metainfer.arch.shapes import ModelShape
+from metainfer.hardware.facts import Unknown
 from metainfer.hardware.machine import Machine
+from metainfer.hardware.ports import Port
 from metainfer.plan.plan import Plan
 
 
@@ -49,13 +52,18 @@ class Patient:
 
     Attributes:
         coverage: reports of kernel coverage as `kernels coverage --json` prints them, by ranks of
-            tensor parallelism.
+            tensor parallelism, or why there are none; where nothing was compiled a report's rows
+            have no code ("compiled" is false).
+        shape: of the model, served or not.
+        port: who listens where a server is to be.
     """
 
     machine: Machine
     arch: Arch | None = None
     plan: Plan | None = None
-    coverage: Mapping[int, Mapping[str, Any]] | None = None
+    coverage: Mapping[int, Mapping[str, Any]] | Unknown | None = None
+    shape: ModelShape | None = None
+    port: Port | Unknown | None = None
 
 
 Examine = Callable[[Patient], Iterable[Finding]]

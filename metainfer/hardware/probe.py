@@ -15,7 +15,10 @@ from metainfer.hardware.machine import Bridge, Machine, Unknown
 from metainfer.hardware.pci_tree import read_tree
 
 _INHERITED = ("NCCL_", "CUDA_", "PYTORCH_", "TORCH_", "TRITON_", "VLLM_", "SGLANG_", "OMP_")
-_PACKAGES = ("torch", "triton", "numpy", "safetensors", "tokenizers", "transformers")
+_PACKAGES = ("torch", "triton", "numpy", "safetensors", "tokenizers", "transformers",
+             "nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia-cutlass-dsl", "flashinfer-python",
+             "vllm", "sglang")  # fmt: skip
+"""Those of other engines too: the doctor knows versions of them that are bad together."""
 
 
 def probe() -> Machine:

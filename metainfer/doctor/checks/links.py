@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
+from metainfer.doctor.estimate import gain, gpus_of
 from metainfer.doctor.finding import Check, Finding, Level, Patient
 from metainfer.hardware.facts import NOT_ASKED, Unknown
-from metainfer.hardware.machine import Gpu
+from metainfer.hardware.machine import Gpu, Machine
 from metainfer.hardware.pcie import PcieLink
 from metainfer.hardware.topology import shared_uplinks
 
@@ -34,7 +36,8 @@ def width(patient: Patient) -> Iterator[Finding]:
                 f"GPU {place} ({gpu.name}) is linked over {link.width} of {link.most_width} lanes",
                 f"{gpu.bus_id}: width {link.width}, possible {link.most_width}",
                 f"everything that it sends or receives takes {link.most_width / link.width:.3g}"
-                " times as long, and collectives wait for the slowest card",
+                " times as long, and collectives wait for the slowest card"
+                + _said(gain(patient, patient.machine, _widened(patient.machine), "at full width")),
                 "reseat the card and its riser; look in the board's manual whether another slot"
                 " takes lanes from this one, and in its firmware for bifurcation of the slot",
             )
@@ -62,7 +65,8 @@ def generation(patient: Patient) -> Iterator[Finding]:
                 Level.FAIL,
                 f"GPU {place} ({gpu.name}) works, and its link runs at generation {now} of {most}",
                 f"{gpu.bus_id}: generation {now}, possible {most}, utilisation {gpu.utilisation}",
-                f"its link carries {2 ** (most - now)} times less than it could",
+                f"its link carries {2 ** (most - now)} times less than it could"
+                + _said(gain(patient, _as_slow(patient.machine), patient.machine, "at full speed")),
                 "set the slot's speed by hand in the firmware; with risers or long cables try a"
                 " generation less everywhere: errors on the link make it fall back by itself",
             )
@@ -102,6 +106,34 @@ def uplinks(patient: Patient) -> Iterator[Finding]:
             "a ring through neighbours below one switch sends over it once; an all-to-all pattern"
             " sends over it once for every pair",
         )
+
+
+def _widened(machine: Machine) -> Machine:
+    """With every lane that its links could have."""
+    return _with_links(machine, lambda link: replace(link, width=link.most_width))
+
+
+def _as_slow(machine: Machine) -> Machine:
+    """With links of cards that work held to the generation that they run at."""
+    return _with_links(machine, lambda link: replace(link, most_generation=link.generation), _works)
+
+
+def _with_links(
+    machine: Machine,
+    change: Callable[[PcieLink], PcieLink],
+    chosen: Callable[[Gpu], bool] = lambda gpu: True,
+) -> Machine:
+    gpus = tuple(
+        replace(gpu, link=change(gpu.link))
+        if isinstance(gpu.link, PcieLink) and chosen(gpu)
+        else gpu
+        for gpu in gpus_of(machine)
+    )
+    return replace(machine, gpus=gpus)
+
+
+def _said(estimate: str) -> str:
+    return f"; {estimate}" if estimate else ""
 
 
 def _links(patient: Patient) -> Iterator[tuple[int, Gpu, PcieLink | Unknown]]:

@@ -155,7 +155,7 @@ def bar1(patient: Patient) -> Iterator[Finding]:
 def sockets(patient: Patient) -> Iterator[Finding]:
     """Cards behind two processors."""
     groups = islands(patient.machine)
-    if isinstance(groups, Unknown) or len(groups) < 2:
+    if isinstance(groups, Unknown) or len(groups) < 2 or patient.machine.nvlink is True:
         return
     listed = " | ".join(",".join(map(str, group)) for group in groups)
     yield Finding(

@@ -1,0 +1,179 @@
+"""`metainfer doctor`: what is wrong with a machine, for a model, and what to do about it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from metainfer.cli.machine_flag import machine_flag
+from metainfer.cli.terminal import Terminal
+from metainfer.cli.verb import Verb
+from metainfer.core.config import flag
+from metainfer.core.errors import UserError
+
+if TYPE_CHECKING:
+    from metainfer.doctor.finding import Finding, Patient
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class DoctorOptions:
+    """What is examined."""
+
+    model: str | None = flag(
+        "--model",
+        "A checkpoint directory, a config.json or a known name, also of models that are not served"
+        " yet; only the machine is examined if not given",
+    )
+    machine: str | None = machine_flag()
+    tensor_parallel_sizes: tuple[int, ...] = flag(
+        "--tensor-parallel-size",
+        "Ranks that share a layer, of the layouts whose kernels are looked at; those of 1, 2, 4, 8"
+        " and 16 that there are cards for if not given",
+        (),
+        aliases=("--tp",),
+        unit="n",
+        many=True,
+    )
+    port: int | None = flag(
+        "--port", "Look who listens on this TCP port of the machine at hand", unit="port"
+    )
+    compile: bool = flag(
+        "--compile",
+        "Prove by compiling that kernels fit the card: minutes the first time, then from the cache",
+        False,
+    )
+    matrix: bool = flag(
+        "--matrix",
+        "Print what this engine does with the model, feature by feature, and stop",
+        False,
+    )
+    list: bool = flag("--list", "Print all checks and stop", False)
+    json: bool = flag("--json", "Print the findings as JSON", False)
+
+    def __post_init__(self) -> None:
+        if any(size < 1 for size in self.tensor_parallel_sizes):
+            raise UserError("--tensor-parallel-size must be at least 1")
+        if self.port is not None and not 0 < self.port < 2**16:
+            raise UserError(f"--port {self.port} is no TCP port")
+        if self.port is not None and self.machine is not None:
+            raise UserError(
+                "--port looks at the machine at hand, --machine at another one",
+                hint="leave one of them out",
+            )
+        if self.model is None and (self.matrix or self.compile):
+            asked = "--matrix" if self.matrix else "--compile"
+            raise UserError(f"{asked} is about a model", hint="add --model NAME")
+
+
+def run(terminal: Terminal, options: DoctorOptions) -> int:
+    from metainfer.doctor.examine import all_checks, examine
+    from metainfer.doctor.finding import exit_code
+
+    if options.list:
+        from metainfer.cli.doctor_text import checks_text
+
+        terminal.data(checks_text(all_checks()))
+        return 0
+    if options.matrix:
+        return _matrix(terminal, options)
+    patient = _patient(terminal, options)
+    with terminal.progress("examined", "checks") as progress:
+        findings = examine(patient, progress.update)
+    if options.json:
+        terminal.data(json.dumps(_record(options, patient, findings), indent=2))
+    else:
+        terminal.data(_text(options, patient, findings))
+    return exit_code(findings)
+
+
+def _matrix(terminal: Terminal, options: DoctorOptions) -> int:
+    from metainfer.arch.shape_of import read_shape
+    from metainfer.cli.doctor_text import matrix_text
+    from metainfer.doctor.matrix import matrix
+    from metainfer.hardware.known import machine_of
+
+    assert options.model is not None
+    cells = matrix(read_shape(options.model), machine_of(options.machine))
+    if options.json:
+        rows = [
+            {"feature": c.feature, "flag": c.flag, "state": str(c.state), "why": c.why}
+            for c in cells
+        ]
+        terminal.data(json.dumps(rows, indent=2))
+    else:
+        terminal.data(matrix_text(cells))
+    return 0
+
+
+def _patient(terminal: Terminal, options: DoctorOptions) -> Patient:
+    """All facts, gathered before anything is examined."""
+    from metainfer.arch.shape_of import read_shape
+    from metainfer.cli.doctor_coverage import coverage_of
+    from metainfer.doctor.estimate import gpus_of, tensor_sizes
+    from metainfer.doctor.finding import Patient
+    from metainfer.hardware.known import machine_of
+    from metainfer.hardware.ports import read_port
+
+    machine = machine_of(options.machine)
+    port = None if options.port is None else read_port(Path("/"), options.port)
+    if options.model is None:
+        return Patient(machine, port=port)
+    shape = read_shape(options.model)
+    gpus, coverage = len(gpus_of(machine)), None
+    sizes = options.tensor_parallel_sizes or tuple(tensor_sizes(shape, gpus))
+    if gpus and sizes:
+        coverage = coverage_of(terminal, options.model, machine, sizes, options.compile)
+    return Patient(machine, shape.arch, coverage=coverage, shape=shape, port=port)
+
+
+def _record(
+    options: DoctorOptions, patient: Patient, findings: tuple[Finding, ...]
+) -> dict[str, object]:
+    from metainfer.cli.doctor_text import record_of_finding
+    from metainfer.doctor.estimate import gpus_of
+    from metainfer.doctor.finding import exit_code
+    from metainfer.hardware.topology import fingerprint
+
+    return {
+        "version": SCHEMA_VERSION,
+        "kind": "findings",
+        "machine": {
+            "name": options.machine,
+            "gpus": [gpu.name for gpu in gpus_of(patient.machine)],
+            "fingerprint": fingerprint(patient.machine),
+        },
+        "model": None if patient.shape is None else patient.shape.name,
+        "exit_code": exit_code(findings),
+        "findings": [record_of_finding(one) for one in findings],
+    }
+
+
+def _text(options: DoctorOptions, patient: Patient, findings: tuple[Finding, ...]) -> str:
+    from metainfer.cli.doctor_text import findings_text
+    from metainfer.doctor.estimate import gpus_of
+
+    gpus = gpus_of(patient.machine)
+    names = sorted({gpu.name for gpu in gpus})
+    cards = f"{len(gpus)} x {', '.join(names)}" if gpus else "no GPU"
+    recorded = f" ({options.machine}, recorded)" if options.machine is not None else ""
+    lines = [f"machine  {cards}{recorded}"]
+    if patient.shape is not None:
+        lines.append(f"model    {patient.shape.name}")
+    return "\n".join([*lines, "", findings_text(findings)])
+
+
+VERB = Verb(
+    "doctor",
+    "Say what slows or breaks serving on this machine, and how to mend it",
+    (("what is examined", DoctorOptions),),
+    run,
+    (
+        "metainfer doctor --model deepseek-v4-flash",
+        "metainfer doctor --machine rtx-6000d-x8 --model deepseek-v4.1-flash",
+        "metainfer doctor --port 8000 --json",
+    ),
+)

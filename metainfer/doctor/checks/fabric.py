@@ -1,0 +1,318 @@
+"""Fabric: what measured curves say of the ways between cards, and what they should say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from metainfer.doctor.estimate import gpus_of
+from metainfer.doctor.finding import Check, Finding, Level, Patient
+from metainfer.hardware.curves import COPY, LOAD, STAGED, STORE, Curve
+from metainfer.hardware.facts import Unknown
+from metainfer.hardware.machine import Machine
+from metainfer.hardware.topology import islands, p2p_everywhere, way
+from metainfer.plan.cost.constants import MEASURED, read_constants
+from metainfer.plan.cost.links import Links
+from metainfer.plan.cost.rates import origin_of
+
+_PAYLOAD = "payload between cards"
+_REGISTRY = "peer access at root ports"
+_KERNELS = "kernels against copy engine"
+_COLLAPSE = "writes at once"
+_CROSSING = "between sockets at once"
+_WIRE = "rate of links"
+_LATENCY = "latency between cards"
+
+_SLOW_KERNELS = 0.5
+_STAGED_KERNELS = 0.15
+"""Of the copy engine's rate. Sound boxes have kernels at 0.4 and more; where loads were staged
+through host memory 0.05 to 0.07 was reported."""
+_COLLAPSED = 0.35
+"""Of what the tree gives when all send to all; sound boxes reach 0.5 and more."""
+_SOUND_LINK = 0.75
+"""Of the coded rate that a copy should reach; 0.85 to 0.9 is usual."""
+_SLOW_CROSSING = 0.6
+_FAR_S = 8e-6
+"""A few bytes arrive after 0.4 us over peer access and 14 us without, and kernels cost some."""
+_FEW_BYTES = 4096
+
+_WIKI = "github.com/local-inference-lab/rtx6kpro"
+_KEYS = (
+    "tell the driver to take peer access over BAR1: options nvidia NVreg_RegistryDwords="
+    '"ForceP2P=0x11;RMForceP2PType=1;RMPcieP2PType=2;GrdmaPciTopoCheckOverride=1;'
+    'EnableResizableBar=1" in /etc/modprobe.d/nvidia-p2p.conf, update-initramfs -u, start anew;'
+    " take it back if `metainfer probe --measure` then finds payloads wrong or mappings refused"
+)
+_MEASURE = "run `metainfer probe --measure --out machine.json` on the machine, then"
+_AGAIN = _MEASURE + " `metainfer doctor --machine machine.json`"
+
+
+def payload(patient: Patient) -> Iterator[Finding]:
+    """Fast but wrong: a driver that was patched or a bridge that errs answers yes to everything."""
+    machine = patient.machine
+    if len(gpus_of(machine)) < 2:
+        return
+    here = [c for c in machine.curves if origin_of(c.source) == MEASURED and len(c.gpus) > 1]
+    peers = [c for c in here if c.means in (STORE, LOAD, COPY)]
+    wrong = [c for c in here if not c.verified]
+    if wrong:
+        listed = "; ".join(sorted({f"{c.means} {_pair(c)}" for c in wrong})[:6])
+        yield Finding(
+            _PAYLOAD,
+            Level.FAIL,
+            f"{len(wrong)} ways between cards were fast, and what arrived was not what was sent",
+            listed,
+            "models answer nonsense or NaN, at full speed and without an error",
+            "NCCL_P2P_DISABLE=1 and --disable-custom-all-reduce until it is mended; take the"
+            " vendor's driver in place of a patched one, switch ACS off and the IOMMU to"
+            " pass-through, then measure again",
+            "github.com/aikitoria/open-gpu-kernel-modules/issues/11; "
+            "github.com/tinygrad/open-gpu-kernel-modules/issues/17 and /45",
+        )
+    elif peers:
+        yield Finding(_PAYLOAD, Level.OK, "all payloads between cards arrived as they were sent",
+                      f"{len(peers)} curves were verified")  # fmt: skip
+    else:
+        yield Finding(
+            _PAYLOAD,
+            Level.UNKNOWN,
+            "whether what arrives is what was sent was not checked on this machine",
+            "no curve of the record was measured here",
+            "drivers that were patched say yes to peer access and corrupt data",
+            _AGAIN,
+        )
+
+
+def registry(patient: Patient) -> Iterator[Finding]:
+    """Workstation cards of sm_120 that hang at root ports, without a switch, want a driver key."""
+    machine = patient.machine
+    gpus = gpus_of(machine)
+    if len(gpus) < 2 or any(gpu.capability != (12, 0) for gpu in gpus):
+        return
+    ways = [way(machine, 0, place) for place in range(1, len(gpus))]
+    if p2p_everywhere(machine) is not True or any(isinstance(one, Unknown) for one in ways):
+        return
+    if all(not isinstance(one, Unknown) and one.meets for one in ways):
+        return  # below one switch it works as it is
+    state = machine.host.relaxed_p2p
+    loads = _best(machine.curves, LOAD, "copy", at_once=False)
+    if loads is not None:
+        return  # measured: the check of kernels against copies says all
+    if state is True:
+        yield Finding(_REGISTRY, Level.OK, "the driver is told to take peer access at root ports",
+                      "RegistryDwords of the driver name ForceP2P")  # fmt: skip
+        return
+    yield Finding(
+        _REGISTRY,
+        Level.UNKNOWN if isinstance(state, Unknown) else Level.WARN,
+        "cards meet at the processor, and the driver "
+        + ("may not be" if isinstance(state, Unknown) else "is not")
+        + " told to take peer access there",
+        state.why if isinstance(state, Unknown) else "no ForceP2P in the driver's RegistryDwords",
+        "decode fell from about 100 to 60 tok/s without it on one box: copies look well, kernels"
+        " go through host memory",
+        f"grep RegistryDwords /proc/driver/nvidia/params; where ForceP2P is missing {_KEYS}",
+        f"{_WIKI}, P2P driver override",
+    )
+
+
+def kernels(patient: Patient) -> Iterator[Finding]:
+    """Copy engines may be fast where loads and stores of kernels go through host memory."""
+    curves = patient.machine.curves
+    engine = _best(curves, COPY, "copy", at_once=False)
+    if engine is None:
+        return
+    for means in (LOAD, STORE):
+        known = _best(curves, means, "copy", at_once=False)
+        if known is None:
+            continue
+        share = known / engine
+        evidence = f"{means} {_gb(known)}, copy engine {_gb(engine)}, one pair alone"
+        if share >= _SLOW_KERNELS:
+            yield Finding(_KERNELS, Level.OK, f"{means}s reach {share:.0%} of copies", evidence)
+            continue
+        staged = share < _STAGED_KERNELS
+        yield Finding(
+            _KERNELS,
+            Level.FAIL if staged else Level.WARN,
+            f"{means}s of kernels reach {share:.0%} of what the copy engine does",
+            evidence,
+            "bandwidth tests that copy look well while NCCL and one-shot exchanges, which are"
+            f" kernels, take {engine / known:.0f} times as long; 242 in place of 17 us was"
+            " reported for a small exchange",
+            f"{_KEYS}; until then move bytes with copies"
+            if means == LOAD
+            else "let cards read in place of write (pull), or move bytes with copies",
+            f"{_WIKI}, optimization/pcie-oneshot-allreduce and hardware/pcie-bandwidth",
+        )
+
+
+def collapse(patient: Patient) -> Iterator[Finding]:
+    """Writes of several cards below one switch to several roots fall to a tenth on some boxes."""
+    machine = patient.machine
+    gpus = gpus_of(machine)
+    if len(gpus) < 2:
+        return
+    for means in (STORE, LOAD):
+        together = [c for c in machine.curves if c.means == means and c.operation == "all_to_all"]
+        if not together:
+            continue
+        curve = max(together, key=lambda c: len(c.gpus))
+        known, ranks = _rate(curve), len(curve.gpus)
+        tree = Links(machine, read_constants()).all_to_all(ranks, 1)
+        evidence = (
+            f"{means}s of {ranks} cards to all others {_gb(known)} a card; links give"
+            f" {_gb(tree)}; {curve.source}"
+        )
+        if known >= _COLLAPSED * tree:
+            yield Finding(_COLLAPSE, Level.OK, f"{means}s of all cards at once hold up", evidence)
+            continue
+        yield Finding(
+            _COLLAPSE,
+            Level.FAIL if means == STORE else Level.WARN,
+            f"{means}s collapse when all cards send at once: {known / tree:.0%} of what links give",
+            evidence,
+            "exchanges that write to all peers (one-shot all-reduce) get slower than NCCL: 504"
+            " against 68 us at 64 KB and 334 against 2.7 ms at 32 MB on a box like this",
+            "leave custom all-reduce off on these cards (vLLM and SGLang: --disable-custom-all-"
+            "reduce), or let kernels read (pull) in place of write; rings and islands of cards"
+            " below one switch are not hit; kernel, driver and slots do not change it",
+            f"{_WIKI}, hardware/collapse-report; github.com/local-inference-lab/b12x/pull/139",
+        )
+
+
+def crossing(patient: Patient) -> Iterator[Finding]:
+    """What each card gets when all cross between processors."""
+    machine = patient.machine
+    groups = islands(machine)
+    if isinstance(groups, Unknown) or len(groups) < 2:
+        return
+    place_of = {place: n for n, group in enumerate(groups) for place in group}
+    copies = [c for c in machine.curves if c.operation == "copy" and len(c.gpus) == 2]
+    within = [_rate(c) for c in copies if place_of[c.gpus[0]] == place_of[c.gpus[1]]]
+    across = [c for c in copies if place_of[c.gpus[0]] != place_of[c.gpus[1]]]
+    if not within or not across:
+        return
+    slowest = min(across, key=_rate)
+    share = _rate(slowest) / max(within)
+    crowd = "all at once" if slowest.at_once else "alone"
+    evidence = (
+        f"{_gb(_rate(slowest))} across ({crowd}), {_gb(max(within))} within; {slowest.source}"
+    )
+    if share >= _SLOW_CROSSING:
+        yield Finding(_CROSSING, Level.OK, f"crossing costs {1 - share:.0%} of the rate", evidence)
+        return
+    yield Finding(
+        _CROSSING,
+        Level.WARN,
+        f"between sockets each card gets {share:.0%} of what it gets within one",
+        evidence,
+        "a ring crosses twice and keeps up; patterns in which all send to all cross with every"
+        " pair",
+        "groups of tensor parallelism inside one node, replicas or pipeline stages across; set"
+        " NCCL_ALGO=Ring where a tree or all-to-all is chosen",
+        "github.com/flashinfer-ai/flashinfer/pull/4870",
+    )
+
+
+def wire(patient: Patient) -> Iterator[Finding]:
+    """A copy far below its link means errors on the link, or a way that nobody sees."""
+    machine = patient.machine
+    gpus = gpus_of(machine)
+    for curve in machine.curves:
+        if curve.means != COPY or curve.operation != "copy" or curve.at_once:
+            continue
+        if max(curve.gpus) >= len(gpus) or len(curve.gpus) != 2 or _crosses(machine, curve):
+            continue
+        links = [gpus[place].link for place in curve.gpus]
+        coded = [link.bytes_per_s() for link in links if not isinstance(link, Unknown)]
+        wired = [rate for rate in coded if not isinstance(rate, Unknown)]
+        if len(wired) != 2:
+            continue
+        share = _rate(curve) / min(wired)
+        evidence = f"{_gb(_rate(curve))} of {_gb(min(wired))} as coded; {curve.source}"
+        if share >= _SOUND_LINK:
+            yield Finding(
+                _WIRE, Level.OK, f"copies {_pair(curve)} reach {share:.0%} of their links", evidence
+            )
+        else:
+            yield Finding(
+                _WIRE,
+                Level.WARN,
+                f"copies {_pair(curve)} reach {share:.0%} of their links; 85 to 90 % is usual",
+                evidence,
+                "all that these cards tell each other takes that much longer",
+                "look for replays on the link (nvidia-smi -q, PCIe section: replays since reset),"
+                " switch ASPM off (pcie_aspm=off), ACS off and the IOMMU to pass-through",
+                f"{_WIKI}, hardware/pcie-bandwidth",
+            )
+
+
+def latency(patient: Patient) -> Iterator[Finding]:
+    """Of a few bytes: what decode waits for, twice a layer."""
+    shape = patient.shape
+    small = [
+        c
+        for c in patient.machine.curves
+        if c.operation == "copy" and c.means in (STORE, LOAD) and c.bytes[0] <= _FEW_BYTES
+    ]
+    if not small:
+        return
+    curve = min(small, key=lambda c: c.seconds[0])
+    micros = curve.seconds[0] * 1e6
+    evidence = f"{curve.means} of {curve.bytes[0]} B {_pair(curve)}: {micros:.1f} us"
+    if curve.seconds[0] < _FAR_S:
+        yield Finding(_LATENCY, Level.OK, f"a few bytes take {micros:.1f} us", evidence)
+        return
+    worth = ""
+    if shape is not None:
+        each_ms = 2 * shape.num_layers * curve.seconds[0] * 1e3
+        worth = f"; {shape.name} exchanges {2 * shape.num_layers} times a token: {each_ms:.1f} ms"
+    yield Finding(
+        _LATENCY,
+        Level.WARN,
+        f"a few bytes between cards take {micros:.0f} us, as through host memory",
+        evidence,
+        f"0.4 us are usual over peer access{worth}",
+        "see the findings on peer access, ACS and IOMMU; with " + STAGED + " fewer ranks and"
+        " speculation cost least",
+        f"{_WIKI}, hardware/pcie-bandwidth",
+    )
+
+
+def _best(curves: Sequence[Curve], means: str, operation: str, at_once: bool) -> float | None:
+    rates = [
+        _rate(c)
+        for c in curves
+        if c.means == means and c.operation == operation and c.at_once is at_once
+    ]
+    return max(rates, default=None)
+
+
+def _rate(curve: Curve) -> float:
+    return curve.bytes[-1] / curve.seconds[-1]
+
+
+def _crosses(machine: Machine, curve: Curve) -> bool:
+    between = way(machine, curve.gpus[0], curve.gpus[1])
+    return not isinstance(between, Unknown) and between.crosses_sockets is not False
+
+
+def _pair(curve: Curve) -> str:
+    if curve.operation == "copy" and len(curve.gpus) == 2:
+        return f"from GPU {curve.gpus[0]} to {curve.gpus[1]}"
+    return f"{curve.operation} of {len(curve.gpus)}"
+
+
+def _gb(per_s: float) -> str:
+    return f"{per_s / 1e9:.1f} GB/s"
+
+
+CHECKS = (
+    Check(_PAYLOAD, "Does what cards send arrive as it was sent?", payload),
+    Check(_REGISTRY, "Is the driver told to let cards at root ports reach each other?", registry),
+    Check(_KERNELS, "Do loads and stores of kernels keep up with copies?", kernels),
+    Check(_COLLAPSE, "Do writes hold up when all cards send at once?", collapse),
+    Check(_CROSSING, "What is left when all cards cross between processors?", crossing),
+    Check(_WIRE, "Do copies reach what their links give?", wire),
+    Check(_LATENCY, "How long do a few bytes take between cards?", latency),
+)

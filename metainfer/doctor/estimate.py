@@ -1,0 +1,95 @@
+"""Estimates: what the cost model says of a machine as it is, and as it could be.
+
+Of vLLM and SGLang as they come (the profile "stock"), for that is what people run on several cards
+today. Where the record says too little there is no estimate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from metainfer.arch.shapes import ModelShape
+from metainfer.doctor.finding import Patient
+from metainfer.hardware.facts import Unknown
+from metainfer.hardware.machine import Gpu, Machine
+from metainfer.plan.candidates import refusal
+from metainfer.plan.cost.constants import Constants, Profile, read_constants
+from metainfer.plan.cost.phases import TRANSFERS, Phases
+from metainfer.plan.cost.predict import Prediction, predict
+from metainfer.plan.layouts import Formats, Layout, Layouts
+from metainfer.plan.workload import Workload
+
+STOCK = "stock"
+WORKLOAD = Workload()
+"""Prompts of 8,192 tokens, eight at once."""
+
+_SIZES = (1, 2, 4, 8, 16)
+
+
+def gpus_of(machine: Machine) -> Sequence[Gpu]:
+    return () if isinstance(machine.gpus, Unknown) else machine.gpus
+
+
+def tensor_layouts(tensor: int, gpus: int) -> Layouts:
+    """Heads divided over `tensor` ranks, in as many replicas as there is room for."""
+    one = Layout(replicas=gpus // tensor, tensor=tensor)
+    return Layouts(one, one)
+
+
+def tensor_sizes(shape: ModelShape, gpus: int, constants: Constants | None = None) -> list[int]:
+    """Ranks of tensor parallelism that the model divides by and that there are cards for."""
+    profile = (constants or read_constants()).profile(STOCK)
+    sizes = [size for size in _SIZES if size <= gpus]
+    return [size for size in sizes if not refusal(shape, tensor_layouts(size, gpus), profile)]
+
+
+def predicted(
+    shape: ModelShape, machine: Machine, tensor: int, profile: Profile | None = None
+) -> Prediction | None:
+    """Of tensor parallelism over `tensor` cards; None where the record says too little."""
+    constants = read_constants()
+    phases = Phases(shape, machine, constants, profile or constants.profile(STOCK))
+    if phases.problem:
+        return None
+    return predict(phases, tensor_layouts(tensor, len(gpus_of(machine))), Formats(), WORKLOAD)
+
+
+def transfers_share(prediction: Prediction) -> float:
+    """Of the time of prefill, what goes into exchanges."""
+    return prediction.prefill.by_group().get(TRANSFERS, 0.0) / prediction.prefill.seconds
+
+
+def told(before: Prediction, after: Prediction, how: str) -> str:
+    """Both rates in a sentence, with what they are worth."""
+    error = max(before.input_error, after.input_error)
+    return (
+        f"estimated {before.input_per_s:,.0f} input tok/s as it is and {after.input_per_s:,.0f}"
+        f" {how} (either may be off by {error:.0%})"
+    )
+
+
+def gain(patient: Patient, as_it_is: Machine, as_it_could_be: Machine, how: str) -> str:
+    """What prefill over all cards gains where links or curves change; "" without a model or where
+    the model cannot say, or sees no difference.
+
+    Collectives that were recorded are left out on both sides, for they are of one state alone.
+    """
+    if patient.shape is None:
+        return ""
+    sizes = tensor_sizes(patient.shape, len(gpus_of(as_it_is)))
+    if not sizes or sizes[-1] == 1:
+        return ""
+    rates = [
+        predicted(patient.shape, by_links(machine), sizes[-1])
+        for machine in (as_it_is, as_it_could_be)
+    ]
+    before, after = rates
+    if before is None or after is None or after.input_per_s < 1.01 * before.input_per_s:
+        return ""
+    return f"{patient.shape.name} with TP{sizes[-1]}: {told(before, after, how)}"
+
+
+def by_links(machine: Machine) -> Machine:
+    """Without curves: transfers follow from links."""
+    return replace(machine, curves=())
