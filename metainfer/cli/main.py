@@ -70,6 +70,10 @@ VERBS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "metainfer.cli.kernels_coverage",
             "Prove by compiling what a model's operations run on",
         ),
+        "kernels tune": (
+            "metainfer.cli.kernels_tune",
+            "Find and keep what runs each operation fastest on this card",
+        ),
         "weights synth": ("metainfer.cli.weights_synth", "Write a random checkpoint of a model"),
         "weights check": ("metainfer.cli.weights_check", "Check a checkpoint without loading it"),
         "version": ("metainfer.cli.version", "Print the version"),

@@ -10,7 +10,7 @@ from typing import Any
 from metainfer.core.errors import UserError
 from metainfer.kernels.builtin import builtin_registry
 from metainfer.kernels.registry import Registry, no, told_parts
-from metainfer.kernels.tuned import Part, backend_of
+from metainfer.kernels.tuned import Part, at_rows, backend_of
 from metainfer.ops.base import Target
 from metainfer.ops.kernel_order import NO_KERNEL, REFERENCE, allowed, parse_order
 from metainfer.ops.targets import CardKind
@@ -66,7 +66,7 @@ class Choice:
 
     def at(self, rows: int) -> str:
         """What would run a call of so many rows: a backend or a variant of one."""
-        return next(p.candidate for p in self.parts if p.most_rows is None or rows <= p.most_rows)
+        return at_rows(self.parts, rows)
 
 
 def choose(registry: Registry, op: str, case: Any, target: Target, order: str = "") -> Choice:

@@ -19,7 +19,7 @@ from metainfer.ops.base import Target
 Key = tuple[str, str]  # (op, case as JSON)
 
 NOT_TUNED = "not tuned on this card"
-WORTH = 0.98
+WORTH = 0.97
 """Share of the default's time that another candidate must not exceed: less is noise."""
 
 
@@ -64,6 +64,11 @@ class Part:
 
     candidate: str
     most_rows: int | None = None
+
+
+def at_rows(parts: Sequence[Part], rows: int) -> str:
+    """The candidate that runs a call of so many rows."""
+    return next(p.candidate for p in parts if p.most_rows is None or rows <= p.most_rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,7 +105,7 @@ class Plan:
     def plain_cache_dtype(self) -> str:
         """Format of the caches that hold plain numbers, or would."""
         dtypes = (self.cache_dtype, self.index_cache_dtype, self.compute_dtype)
-        return next(dtype.value for dtype in dtypes if dtype.value in PLAIN)
+        return plain_dtype(*(dtype.value for dtype in dtypes))
 
     def items(self) -> Iterator[tuple[str, Value[Any]]]:
         for f in fields(self):
@@ -138,6 +138,11 @@ class Plan:
                 for name, v in values.items()
             }
         )
+
+
+def plain_dtype(*dtypes: str) -> str:
+    """The first of some formats that is one of plain numbers."""
+    return next(dtype for dtype in dtypes if dtype in PLAIN)
 
 
 def _frozen(value: Any) -> Any:
