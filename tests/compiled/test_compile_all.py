@@ -80,9 +80,13 @@ def test_facts_are_read_kept_and_found_again(tmp_path: Path, monkeypatch) -> Non
 
 def test_other_code_has_another_key(monkeypatch) -> None:
     one, other = unit(torch.bfloat16, 16), unit(torch.bfloat16, 32)
-    keys = {module._key(one, (8, 0)), module._key(one, (8, 9)), module._key(other, (8, 0))}
+    keys = {
+        module.unit_key(one, (8, 0)),
+        module.unit_key(one, (8, 9)),
+        module.unit_key(other, (8, 0)),
+    }
     monkeypatch.setattr(triton, "__version__", "0")
-    keys.add(module._key(one, (8, 0)))
+    keys.add(module.unit_key(one, (8, 0)))
     assert len(keys) == 4
 
 

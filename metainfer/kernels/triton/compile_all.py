@@ -60,7 +60,7 @@ def compile_all(
     missing: dict[Job, Path] = {}
     for job in dict.fromkeys(jobs):
         try:
-            path = cache / f"{_key(*job)}.json"
+            path = cache / f"{unit_key(*job)}.json"
         except Exception as error:  # Triton reads the source to hash it, and may refuse it
             outcomes[job] = _one_line(error, "")
             continue
@@ -171,7 +171,7 @@ def _one_line(error: BaseException, printed: str) -> str:
     return " ".join(words)[:_LINE_CHARACTERS]
 
 
-def _key(unit: CompileUnit, capability: Capability) -> str:
+def unit_key(unit: CompileUnit, capability: Capability) -> str:
     """Changes with everything that the machine code and the facts depend on."""
     constants = [(place, _constant(value)) for place, value in unit.constants]
     parts = (

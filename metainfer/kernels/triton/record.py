@@ -238,6 +238,13 @@ def _specialised(parameter: Any, value: Any) -> tuple[str, bool]:
     return declared or _integer_type(value), aligned and value % _ALIGNMENT == 0 and value != 1
 
 
+def type_of_pointer(kind: str) -> torch.dtype:
+    """Of what a pointer such as "*bf16" or "*kfp32" points to."""
+    names = {name: dtype for dtype, name in _POINTERS.items()}
+    name = kind.removeprefix("*")
+    return names[name if name in names else name.removeprefix("k")]
+
+
 def _integer_type(value: int) -> str:
     if -(2**31) <= value < 2**31:
         return "i32"
