@@ -21,6 +21,7 @@ from metainfer.shipped import SHIPPED_MODEL
 
 if TYPE_CHECKING:
     from metainfer.kernels.verify_run import Check, Sizes
+    from metainfer.plan.plan import Plan
 
 _MOST_WORKERS = 4
 _NOT_ALL_RUN = 3  # exit code
@@ -124,20 +125,15 @@ def run(terminal: Terminal, options: VerifyOptions) -> int:
     ranks = options.tensor_parallel_size or (plan.tensor_parallel_size.value if plan else 1)
     order = plan.kernel_order.value if plan else ""
     on.registry.check_order(order)
-    dtype = plan.compute_dtype.value if plan else "bfloat16"
     sizes = sizes_for(options, on.device)
-    bound = {"dtype": dtype}
-    if plan:
-        bound["activations"] = plan.activations.value
-        bound["latents"] = plan.cache_dtype.value
-        bound["index_keys"] = plan.index_cache_dtype.value
-    checks = checks_for(options, sizes, ranks, **bound)
+    forms = forms_of(options.model or SHIPPED_MODEL, on.device, plan)
+    checks = checks_for(options, sizes, ranks, **forms)
     where = Where(
         on.device,
         options.code_for,
         order,
         secrets.randbelow(2**31) if options.seed is None else options.seed,
-        plan.plain_cache_dtype if plan else dtype,
+        plan.plain_cache_dtype if plan else forms["dtype"],
         options.device,
     )
     facts = card_facts(machine, on.device, options.code_for)
@@ -200,6 +196,21 @@ def sizes_for(options: VerifyOptions, device: str) -> Sizes:
         options.decode_batches or usual.decode_batches,
         options.entries or usual.entries,
     )
+
+
+def forms_of(model: str, device: str, plan: Plan | None) -> dict[str, str]:
+    """What layers bind, as `ops.uses.uses_of` takes it: by the plan, or as plans have it on the
+    device where no flag says otherwise."""
+    from metainfer.ops.uses import usual_activations
+
+    if plan is None:
+        return {"dtype": "bfloat16", "activations": usual_activations(model, device)}
+    return {
+        "dtype": plan.compute_dtype.value,
+        "activations": plan.activations.value,
+        "latents": plan.cache_dtype.value,
+        "index_keys": plan.index_cache_dtype.value,
+    }
 
 
 def checks_for(

@@ -15,7 +15,7 @@ import torch
 
 from metainfer.cli import serve
 from metainfer.cli.terminal import Terminal
-from metainfer.cli.verify import VerifyOptions, checks_for, sizes_for
+from metainfer.cli.verify import VerifyOptions, checks_for, forms_of, sizes_for
 from metainfer.core.errors import UserError
 from metainfer.hardware.probe import probe
 from metainfer.kernels import verify_known, verify_record
@@ -124,10 +124,17 @@ def test_checks_follow_the_formats_and_the_layout_of_a_plan() -> None:
     assert {check.case.dtype for check in checks} == {"float32"}
     assert {check.load.rows for check in attention} == {1, 4}
 
-    options = VerifyOptions("deepseek-v4-flash", part="products", entries=(256,))
-    for activations, bound in (("plain", False), ("fp8", True)):
-        products = checks_for(options, sizes_for(options, "cpu"), 4, "bfloat16", activations=activations)
-        assert ("linear.fp8_rows" in {check.op for check in products}) == bound
+
+@pytest.mark.parametrize(("device", "rounds"), [("cpu", False), ("cuda", True)])
+def test_without_a_plan_checks_are_of_what_layers_bind_on_the_device(
+    device: str, rounds: bool
+) -> None:
+    model = "deepseek-v4-flash"
+    options = VerifyOptions(model, entries=(256,))
+    checks = checks_for(options, sizes_for(options, device), 4, **forms_of(model, device, None))
+    ops = {check.op for check in checks}
+    assert ("linear.fp8_rows" in ops) == ("moe.experts_fp8_rows" in ops) == rounds
+    assert ("linear.fp8_block" in ops) == ("moe.experts" in ops) == (not rounds)
 
 
 def test_a_crash_or_a_hang_costs_its_own_piece_alone() -> None:
