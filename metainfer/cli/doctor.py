@@ -24,9 +24,10 @@ class DoctorOptions:
     """What is examined."""
 
     model: str | None = flag(
-        "--model",
+        "MODEL",
         "A checkpoint directory, a config.json or a known name, also of models that are not served"
         " yet; only the machine is examined if not given",
+        aliases=("--model",),
     )
     machine: str | None = machine_flag()
     tensor_parallel_sizes: tuple[int, ...] = flag(
@@ -51,6 +52,11 @@ class DoctorOptions:
         "Print what this engine does with the model, feature by feature, and stop",
         False,
     )
+    log: str | None = flag(
+        "--log",
+        "Read a log of a server (vLLM, SGLang, metainfer) or of NCCL_DEBUG=INFO, gzipped or not, in"
+        " place of a machine; - for stdin",
+    )
     list: bool = flag("--list", "Print all checks and stop", False)
     json: bool = flag("--json", "Print the findings as JSON", False)
 
@@ -64,12 +70,19 @@ class DoctorOptions:
                 "--port looks at the machine at hand, --machine at another one",
                 hint="leave one of them out",
             )
+        asked_too = self.model or self.machine or self.port or self.matrix or self.compile
+        if self.log is not None and asked_too:
+            raise UserError("--log is about a log alone", hint="leave out all but --json")
         if self.model is None and (self.matrix or self.compile):
             asked = "--matrix" if self.matrix else "--compile"
-            raise UserError(f"{asked} is about a model", hint="add --model NAME")
+            raise UserError(f"{asked} is about a model", hint="add its name")
 
 
 def run(terminal: Terminal, options: DoctorOptions) -> int:
+    if options.log is not None:
+        from metainfer.cli.doctor_log import read_log
+
+        return read_log(terminal, options.log, as_json=options.json)
     from metainfer.doctor.examine import all_checks, examine
     from metainfer.doctor.finding import exit_code
 
@@ -172,8 +185,10 @@ VERB = Verb(
     (("what is examined", DoctorOptions),),
     run,
     (
-        "metainfer doctor --model deepseek-v4-flash",
-        "metainfer doctor --machine rtx-6000d-x8 --model deepseek-v4.1-flash",
+        "metainfer doctor deepseek-v4-flash",
+        "metainfer doctor deepseek-v4.1-flash --machine rtx-6000d-x8",
+        "metainfer doctor deepseek-v4-flash --matrix",
         "metainfer doctor --port 8000 --json",
+        "metainfer doctor --log server.log",
     ),
 )
