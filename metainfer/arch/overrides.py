@@ -30,7 +30,7 @@ def overridden(
     count, before = overrides[key], config.get(key)
     if type(count) is not int or count < 1 or (type(before) is int and count > before):
         raise UserError(
-            f"--hf-overrides asks for {key} {count!r} of {name}, which has {before}",
+            f"{key} {count!r} is asked of {name}, which has {before}",
             hint="give a whole number from 1 to that",
         )
     if count == before:

@@ -99,7 +99,12 @@ def measure(
     """Let all sides take turns at one operation; one that fails is named and costs no other."""
     result = OpResult(work, OPS[work.op].cost(work.case, work.load))
     inputs = partial(draw_one, work.op, work.case, work.load, watch.device)
-    calls = draw_series(work.op, work.case, work.load, watch.device, 0)
+    try:
+        calls = draw_series(work.op, work.case, work.load, watch.device, 0)
+    except Exception as error:  # such as more than memory holds
+        result.missing[NOTHING] = f"no inputs: {_said(error)}"
+        watch.wait()
+        return result
     series: dict[str, tuple[list[Timed], float]] = {}
     first: list[torch.Tensor] | None = None
     for name, side in sides.items():
@@ -116,8 +121,7 @@ def measure(
             timed = [side(work.case, call) for call in calls]
             series[name] = timed, watch.warm(timed)
         except Exception as error:  # whatever a side raises
-            said = (str(error).splitlines() or [""])[0][:200]
-            result.missing[name] = f"{type(error).__name__}: {said}"
+            result.missing[name] = _said(error)
             watch.wait()  # raises where a GPU has been lost to this process
     order = list(series)
     for number in range(rounds):
@@ -126,6 +130,11 @@ def measure(
             result.seconds.setdefault(name, []).append(watch.series_s(timed, held_s))
     result.seconds = {name: result.seconds[name] for name in order}
     return result
+
+
+def _said(error: Exception) -> str:
+    said = (str(error).splitlines() or [""])[0][:200]
+    return f"{type(error).__name__}: {said}"
 
 
 def selected(use: Use, load: OpsLoad) -> bool:

@@ -18,6 +18,7 @@ from metainfer.bench.ops_peers import find_peers
 from metainfer.bench.ops_report import GENERIC, Measured, record
 from metainfer.bench.ops_settings import OpsLoad
 from metainfer.bench.ops_works import works_of
+from metainfer.core.errors import UserError
 from metainfer.hardware.probe import probe
 from metainfer.kernels.platform import Platform, platform
 from metainfer.kernels.processes import Numbered, in_processes, require_a_sound_device
@@ -33,12 +34,18 @@ def run_ops(
 ) -> dict[str, Any]:
     """Measure what `load` asks for; returns the record.
 
-    Raises UserError: there is no such device, model or layout.
+    Raises UserError: there is no such device, model, layout or operation, or no time for any.
     """
     here = platform(load.device, None)
     if load.code_for:
         platform(load.device, load.code_for)
     works = works_of(load, here.device)
+    if not works:
+        of = f" of part {load.part}" if load.part else ""
+        raise UserError(
+            f"--ops: no operation{of} matches '{load.ops}'",
+            hint="metainfer kernels list has them",
+        )
     distinct = list(dict.fromkeys(map(_alike, works)))
     on_step(f"{len(distinct)} operations on {here.name}")
     until_s = None if load.budget_s is None else time.monotonic() + load.budget_s
@@ -59,6 +66,8 @@ def run_ops(
 
     in_processes(_measure, load, [list(enumerate(distinct))], measured, failed, until_s=until_s)
     results = [replace(found[_alike(work)], work=work) for work in works if _alike(work) in found]
+    if not results:
+        raise UserError("there was time for no operation", hint="give a longer --budget")
     machine = json.loads(probe().to_json())
     return record(results, load, facts[0] if facts else None, machine)
 

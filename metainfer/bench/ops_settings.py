@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from metainfer.core.config import flag
+from metainfer.core.config import flag, parse_positive
 from metainfer.core.errors import UserError
 from metainfer.hardware.device_names import parse_device
 from metainfer.ops.use import PARTS
@@ -55,7 +55,9 @@ class OpsLoad:
         unit="tokens",
     )
     rounds: int = flag("--rounds", "Turns of each side at each operation", 5, unit="n")
-    budget_s: float | None = flag("--budget", "Begin no operation after this time", unit="seconds")
+    budget_s: float | None = flag(
+        "--budget", "Begin no operation after this time", unit="seconds", parse=parse_positive
+    )
     generic: bool = flag("--generic", "Measure what torch composes of the same too", True)
 
     def __post_init__(self) -> None:

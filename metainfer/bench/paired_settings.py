@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from metainfer.bench.stages_settings import TOGETHER, StagesLoad
-from metainfer.core.config import REQUIRED, flag
+from metainfer.core.config import REQUIRED, flag, parse_positive
 from metainfer.core.errors import UserError
 
 A, B = "A", "B"
@@ -36,7 +36,9 @@ class PairedLoad:
         "--decode-context", "Length of the prompts before decoding", 256, unit="tokens"
     )
     decode_tokens: int = flag("--decode-len", "Tokens decoded per sequence", 32, unit="tokens")
-    budget_s: float | None = flag("--budget", "Begin no turn after this time", unit="seconds")
+    budget_s: float | None = flag(
+        "--budget", "Begin no turn after this time", unit="seconds", parse=parse_positive
+    )
     seed: int = flag("--seed", "Fixes the prompts", 0)
 
     def __post_init__(self) -> None:

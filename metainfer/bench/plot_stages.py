@@ -57,6 +57,7 @@ def origin_of(made: Mapping[str, Any]) -> str:
 
 
 def _rates(axes: Axes, works: Sequence[Mapping[str, Any]], sides: Sequence[str]) -> None:
+    shown: list[float] = []
     for n, name in enumerate(sides):
         measured = [work for work in works if name in work["sides"]]
         lengths = [work["prompt_tokens"] for work in measured]
@@ -67,8 +68,9 @@ def _rates(axes: Axes, works: Sequence[Mapping[str, Any]], sides: Sequence[str])
             side = work["sides"][name]
             rates = [t / s for t, s in zip(side["tokens"], side["seconds"], strict=True)]
             axes.plot([work["prompt_tokens"]] * len(rates), rates, **points_of(n))
+            shown += rates
     axes.set_xscale("log")
-    _log_upwards(axes)
+    _log_upwards(axes, shown)
     axes.set_xticks([work["prompt_tokens"] for work in works])
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
@@ -77,7 +79,11 @@ def _rates(axes: Axes, works: Sequence[Mapping[str, Any]], sides: Sequence[str])
     axes.set_title("One cold prompt at a time")
 
 
-def _log_upwards(axes: Axes) -> None:
+def _log_upwards(axes: Axes, shown: Sequence[float]) -> None:
+    """A log scale for what is shown; where that is nothing, no time was measured."""
+    if not any(value > 0 for value in shown):
+        axes.text(0.5, 0.5, "not measured", ha="center", transform=axes.transAxes)
+        return
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.6g}"))
@@ -103,9 +109,9 @@ def _steps(axes: Axes, works: Sequence[Mapping[str, Any]], sides: Sequence[str])
             write_above(axes, x, max(times), rounded(middle))
             shown += times
     axes.set_xticks(range(len(works)), [f"batch {work['batch']}" for work in works])
-    _log_upwards(axes)
-    if shown:
-        axes.set_ylim(min(shown) / 1.5, max(shown) * 2)
+    _log_upwards(axes, shown)
+    if above := [value for value in shown if value > 0]:
+        axes.set_ylim(min(above) / 1.5, max(above) * 2)
     axes.set_ylabel("milliseconds, log scale")
     axes.set_title("Time per output token (TPOT)")
 

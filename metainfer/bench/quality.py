@@ -75,6 +75,16 @@ def read_needles(path: Path) -> list[Needle]:
     return _read(path, Needle, {"prompt": str, "answer": str, "distance": int})
 
 
+def read_lines(path: Path) -> list[str]:
+    """Raises UserError naming the file and why it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise UserError(f"{path}: {(error.strerror or str(error)).lower()}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text", hint="give a file of JSON lines") from error
+
+
 def score_windows(client: EngineClient, windows: Sequence[Sequence[int]], text_bytes: int) -> Score:
     """Cross entropy of every token of every window but its first, natural log.
 
@@ -117,12 +127,8 @@ def checked(results: list[Result]) -> list[Result]:
 
 
 def _read(path: Path, record: Callable[..., T], kinds: Mapping[str, type]) -> list[T]:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
     records = []
-    for n, line in enumerate(lines, 1):
+    for n, line in enumerate(read_lines(path), 1):
         try:
             value = json.loads(line)
         except ValueError as error:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from metainfer.arch.record import Arch
-from metainfer.bench.quality import read_documents, read_needles
+from metainfer.bench.quality import read_documents, read_lines, read_needles
 from metainfer.bench.quality_settings import QualityLoad
 from metainfer.bench.traffic import draw_prompts
 from metainfer.core.errors import UserError
@@ -52,13 +52,25 @@ def read_data(load: QualityLoad, model: Path, arch: Arch) -> QualityData:
             hint="give --token-ids, or copy the tokenizer files next to config.json",
         )
     windows, source = _windows(load, model, arch, tokenizer)
+    if not windows:
+        raise UserError(
+            f"{source} holds no windows of two tokens or more",
+            hint="--text takes lines of text, --token-ids lists of token ids",
+        )
     needles: list[Hidden] = []
     path = load.needles or model / _NEEDLES
     if tokenizer is not None and (load.needles is not None or path.is_file()):
-        for needle in read_needles(path):
+        for n, needle in enumerate(read_needles(path), 1):
             prompt, answer = (_ids(tokenizer, t) for t in (needle.prompt, needle.answer))
+            if not prompt or not answer:
+                raise UserError(f"{path}, line {n}: its prompt or its answer has no tokens")
             if len(prompt) + len(answer) < arch.max_model_len:
                 needles.append(Hidden(prompt, answer, needle.distance))
+        if load.needles is not None and load.most_needles and not needles:
+            raise UserError(
+                f"{path} holds no needle that fits into {arch.max_model_len} tokens",
+                hint="--num-needles 0 leaves them out",
+            )
     return QualityData(
         windows, _spread(needles, load.most_needles), source, held_out=source != _RANDOM
     )
@@ -90,12 +102,10 @@ def _ids(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
 
 
 def _read_ids(path: Path, vocab_size: int) -> list[tuple[int, ...]]:
-    try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
     windows = []
-    for n, line in enumerate(lines, 1):
+    for n, line in enumerate(read_lines(path), 1):
+        if not line.strip():
+            continue
         try:
             ids = json.loads(line)
         except ValueError as error:
@@ -106,6 +116,4 @@ def _read_ids(path: Path, vocab_size: int) -> list[tuple[int, ...]]:
                 f"{path}, line {n}: not a list of two or more token ids below {vocab_size}"
             )
         windows.append(tuple(ids))
-    if not windows:
-        raise UserError(f"{path} holds no windows")
     return windows

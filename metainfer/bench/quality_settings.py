@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,15 @@ class QualityLoad:
         ):
             if value < least:
                 raise UserError(f"{name} must be at least {least}")
+        for name, limit, most in (
+            ("--most-kl", self.most_kl, math.inf),
+            ("--most-perplexity-rise", self.most_rise, math.inf),
+            ("--least-top1", self.least_top1, 1.0),
+            ("--most-recall-loss", self.most_loss, 1.0),
+        ):
+            if not 0 <= limit <= most or limit == math.inf:
+                wanted = "a share from 0 to 1" if most == 1 else "a number from 0 on"
+                raise UserError(f"{name} {limit:g} is not {wanted}")
         if self.text is not None and self.token_ids is not None:
             raise UserError("--text and --token-ids both say what is predicted")
 

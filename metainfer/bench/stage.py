@@ -69,6 +69,10 @@ def parse_setting(text: str, base: EngineSettings, arch: Arch) -> Setting:
         words = shlex.split(_BETWEEN_FLAGS.sub(" ", text))
     except ValueError as error:
         raise UserError(f"the setting '{text}' cannot be read: {error}") from error
+    if not words:
+        raise UserError(
+            "a setting is empty", hint=f"stages are {', '.join(STAGES)}; flags follow a comma"
+        )
     stage = TUNED
     if words and not words[0].startswith("-"):
         stage, words = words[0], words[1:]
@@ -100,6 +104,21 @@ def sized(settings: EngineSettings, arch: Arch, longest: int, sequences: int) ->
         max_model_len=settings.max_model_len or length,
         max_num_seqs=settings.max_num_seqs or sequences,
     )
+
+
+def check_room(setting: Setting, longest: int, together: int) -> None:
+    """Raises UserError where flags leave the engine of a setting less room than its work takes:
+    sequences of up to `longest` tokens, so many `together`."""
+    engine = setting.engine
+    for name, room, needed, what in (
+        ("--max-model-len", engine.max_model_len, longest, "tokens of the longest sequence"),
+        ("--max-num-seqs", engine.max_num_seqs, together, "sequences that run together"),
+    ):
+        if room is not None and room < needed:
+            raise UserError(
+                f"{name} {room} is below the {needed} {what}",
+                hint="leave it out, or give less work",
+            )
 
 
 def _of_stage(stage: str, arch: Arch) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from metainfer.bench.side_process import Refused, SideProcess, side_process
 from metainfer.bench.stage import Setting
 from metainfer.bench.stages_settings import AUTO, IN_TURNS, TOGETHER, StagesLoad
 from metainfer.bench.traffic import draw_arrivals, draw_prompts
+from metainfer.core.errors import UserError
 
 PREFILL, DECODE, TRAFFIC = "prefill", "decode", "traffic"
 
@@ -142,6 +143,17 @@ def measure(
         for name, process in loaded.items():
             run.sides[name].close(process)
         return StagesRun(engines, run.sides, rounds)
+
+
+def require_turns(run: StagesRun) -> None:
+    """Raises UserError if no side took a turn that counts, with the reason of one of them."""
+    sides = run.sides.items()
+    if any(side.turns for _, side in sides):
+        return
+    for name, side in sides:
+        for work, why in side.missing.items():
+            raise UserError(f"nothing was measured: {name}, {work}: {why}")
+    raise UserError("there was time for no turn that counts", hint="give a longer --budget")
 
 
 def _first(one: Contestant) -> Contestant:

@@ -8,7 +8,7 @@ from typing import Any
 
 from metainfer.bench.stage import USUAL_STAGES
 from metainfer.bench.traffic import Pattern
-from metainfer.core.config import flag
+from metainfer.core.config import flag, parse_positive
 from metainfer.core.errors import UserError
 
 AUTO, TOGETHER, IN_TURNS = "auto", "together", "in-turns"
@@ -49,7 +49,9 @@ class StagesLoad:
     )
     decode_tokens: int = flag("--decode-len", "Tokens decoded per sequence", 32, unit="tokens")
     requests: int = flag("--num-prompts", "Requests of the traffic; 0 leaves it out", 12, unit="n")
-    request_rate: float = flag("--request-rate", "Requests per second of it, Poisson", 2.0)
+    request_rate: float = flag(
+        "--request-rate", "Requests per second of it, Poisson", 2.0, parse=parse_positive
+    )
     traffic_lens: tuple[int, ...] = flag(
         "--traffic-lens",
         "Shortest and longest prompt of it, log-uniform between",
@@ -78,7 +80,9 @@ class StagesLoad:
         AUTO,
         choices=(AUTO, TOGETHER, IN_TURNS),
     )
-    budget_s: float | None = flag("--budget", "Begin no work after this time", unit="seconds")
+    budget_s: float | None = flag(
+        "--budget", "Begin no work after this time", unit="seconds", parse=parse_positive
+    )
     seed: int = flag("--seed", "Fixes prompts and arrivals", 0)
 
     def __post_init__(self) -> None:

@@ -27,7 +27,7 @@ def run(
     from metainfer.arch.families import read_arch
     from metainfer.bench.quality_data import read_data
     from metainfer.bench.quality_run import measure, record, text_report
-    from metainfer.bench.stage import parse_setting, sized
+    from metainfer.bench.stage import check_room, parse_setting, sized
     from metainfer.bench.stages import engine_contestant
     from metainfer.hardware.probe import probe
 
@@ -40,9 +40,13 @@ def run(
     longest = min(data.longest + load.answers, arch.max_model_len)
     settings = sized(settings, arch, longest, sequences=1)
     threads = settings.threads or machine.cpu.physical_cores
+    chosen = {
+        name: parse_setting(text, settings, arch) for name, text in ((A, load.a), (B, load.b))
+    }
+    for setting in chosen.values():
+        check_room(setting, longest, together=1)
     contestants = [
-        engine_contestant(name, parse_setting(text, settings, arch), str(model), threads)
-        for name, text in ((A, load.a), (B, load.b))
+        engine_contestant(name, setting, str(model), threads) for name, setting in chosen.items()
     ]
     said = measure(load, contestants, data, terminal.say)
     name = load.model or SHIPPED_MODEL

@@ -41,7 +41,7 @@ def prepared(load: StagesLoad, settings: EngineSettings, sides: Mapping[str, str
     Raises UserError: there is no such model, stage or flag, or the work is longer than the model.
     """
     from metainfer.arch.families import read_arch
-    from metainfer.bench.stage import parse_setting, sized
+    from metainfer.bench.stage import check_room, parse_setting, sized
     from metainfer.bench.stages import check_of, engine_contestant
     from metainfer.hardware.probe import probe
 
@@ -52,9 +52,12 @@ def prepared(load: StagesLoad, settings: EngineSettings, sides: Mapping[str, str
     sequences = max(*load.decode_batches, min(load.requests, _MOST_AT_ONCE))
     settings = sized(settings, arch, load.longest, sequences)
     threads = settings.threads or machine.cpu.physical_cores
+    chosen = {name: parse_setting(text, settings, arch) for name, text in sides.items()}
+    for setting in chosen.values():
+        check_room(setting, load.longest, max(load.decode_batches))
     contestants = [
-        engine_contestant(name, parse_setting(text, settings, arch), model, threads, check_of(load))
-        for name, text in sides.items()
+        engine_contestant(name, setting, model, threads, check_of(load))
+        for name, setting in chosen.items()
     ]
     return Prepared(machine, arch, model, settings, threads, contestants)
 
@@ -64,7 +67,7 @@ def run(
 ) -> int:
     from importlib.util import find_spec
 
-    from metainfer.bench.stages import measure
+    from metainfer.bench.stages import measure, require_turns
     from metainfer.bench.stages_report import record, text_report, wrong_positions
 
     if load.against and find_spec("transformers") is None:
@@ -83,6 +86,8 @@ def run(
         contestants.insert(0, _transformers(ready))
     with terminal.progress("taken", "turns") as progress:
         measured = measure(load, contestants, ready.arch, progress.update, terminal.say)
+    if load.rounds and not load.check_positions:
+        require_turns(measured)
     machine = json.loads(ready.machine.to_json())
     made = record(measured, load, load.model or SHIPPED_MODEL, ready.arch, machine)
     report(terminal, results, made, place, text_report, _draw if load.rounds else None)

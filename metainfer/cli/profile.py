@@ -21,7 +21,7 @@ def run(
     from metainfer.arch.families import read_arch
     from metainfer.bench.profile import Meter, profiles
     from metainfer.bench.profile_report import record, text_report
-    from metainfer.bench.stage import parse_setting, sized
+    from metainfer.bench.stage import check_room, parse_setting, sized
     from metainfer.bench.watched import Watched
     from metainfer.kernels.timing import measure_rates
     from metainfer.llm.engine import load_model
@@ -32,9 +32,12 @@ def run(
     arch = read_arch(model, settings.hf_overrides)
     longest = max(load.prefill_tokens, load.decode_context) + 1
     settings = sized(settings, arch, longest, max(load.decode_batches))
-    chosen = parse_setting(load.setting, settings, arch).engine
+    chosen = parse_setting(load.setting, settings, arch)
+    check_room(chosen, longest, max(load.decode_batches))
     # Each kernel shall have a time of its own.
-    alone = replace(chosen, enforce_eager=True, cuda_graph_sizes=(), shared_expert_stream="off")
+    alone = replace(
+        chosen.engine, enforce_eager=True, cuda_graph_sizes=(), shared_expert_stream="off"
+    )
     meter = Meter("cpu")
     with terminal.progress("loading") as progress:
         loaded = load_model(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from metainfer.cli.terminal import Terminal
 from metainfer.cli.verb import Verb
-from metainfer.core.config import flag
+from metainfer.core.config import flag, parse_positive
 from metainfer.core.errors import UserError
 from metainfer.core.units import format_count, format_seconds
 from metainfer.hardware.device_names import parse_device
@@ -76,6 +76,7 @@ class VerifyOptions:
         "Begin no check after this time; where some are not run the record is partial, and the exit"
         " code is 3",
         unit="seconds",
+        parse=parse_positive,
     )
     workers: int | None = flag("--workers", "Processes that compare at once", unit="n")
     seed: int | None = flag("--seed", "Fixes the inputs; drawn if not given")

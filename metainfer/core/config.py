@@ -7,6 +7,7 @@ derive from these records; there is no second list. Owns parsing of values, not 
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import types
 import typing
@@ -207,6 +208,14 @@ def parse_count(text: str) -> int:
     if value.denominator != 1:
         raise ValueError(text)
     return int(value)
+
+
+def parse_positive(text: str) -> float:
+    """A number above 0 that is not infinite. Raises ValueError or UserError."""
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise UserError(f"'{text}' is not a number above 0")
+    return value
 
 
 def help_rows(record: type) -> Iterator[tuple[str, str]]:

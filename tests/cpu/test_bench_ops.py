@@ -116,6 +116,14 @@ def test_a_side_that_fails_is_named_and_costs_no_other() -> None:
     assert list(result.seconds) == ["fine"]
 
 
+def test_inputs_that_do_not_fit_are_said() -> None:
+    case = OPS["moe.swiglu"].small_cases[0]
+    work = OpWork("some", 1, "moe.swiglu", case, "decode", Load(10**15))
+    result = measure(work, {}, Stopwatch("cpu"), 2)
+    assert (list(result.missing), result.seconds) == ([NOTHING], {})
+    assert result.missing[NOTHING].startswith("no inputs: RuntimeError: ")
+
+
 def test_a_series_exceeds_the_caches_or_has_its_most_copies() -> None:
     case = OPS["moe.swiglu"].cases["pebble"][0]
     calls = draw_series("moe.swiglu", case, Load(2), "cpu", 0)

@@ -20,7 +20,7 @@ from metainfer.bench import stages
 from metainfer.bench.plot_stages import draw_stages
 from metainfer.bench.side_process import Refused
 from metainfer.bench.stage import parse_setting, sized
-from metainfer.bench.stages import Contestant, StagesRun, measure
+from metainfer.bench.stages import Contestant, StagesRun, measure, require_turns
 from metainfer.bench.stages_report import record, text_report, wrong_positions
 from metainfer.bench.stages_settings import StagesLoad
 from metainfer.bench.traffic import Pattern, draw_arrivals
@@ -262,6 +262,20 @@ def test_no_round_begins_behind_the_budget(scripted: list[tuple[str, str]]) -> N
     load = StagesLoad(settings=("tuned",), rounds=2, input_lens=(32,), budget_s=0.0)
     measured = run(load)
     assert (measured.rounds, scripted) == (0, [])
+    with pytest.raises(UserError, match="there was time for no turn that counts"):
+        require_turns(measured)
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_was_not_measured_is_drawn_as_such(scripted: list[tuple[str, str]]) -> None:
+    load = StagesLoad(settings=("generic",), rounds=1, input_lens=(2000,), decode_batches=(1,))
+    measured = run(load)
+    require_turns(measured)
+    measured.sides["generic"].turns = {}
+    with pytest.raises(UserError, match="nothing was measured: generic, prefill 2000: CUDA out"):
+        require_turns(measured)
+    made = record(measured, load, "tiny", ARCH, MACHINE)
+    assert draw_stages(made).decode().count("not measured") == 2
 
 
 def test_the_verb_measures_a_config_without_weights(tmp_path: Path) -> None:
