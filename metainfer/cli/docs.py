@@ -33,6 +33,7 @@ def pages() -> Mapping[str, str]:
         "environment.md": environment_page(),
         "metrics.md": metrics_page(),
         "ops.md": ops_page(),
+        "../plan-validation.md": validation_page(),
     }
 
 
@@ -104,6 +105,13 @@ def ops_page() -> str:
             header = (f"case of {model}", *(_counted(rows) for rows in _ROWS))
             lines += ["", *_table(header, (_costs(op, case) for case in cases))]
     return _page(lines)
+
+
+def validation_page() -> str:
+    from metainfer.plan.validate import validate
+    from metainfer.plan.validate_text import page_lines
+
+    return _page(page_lines(validate()))
 
 
 def main(arguments: Sequence[str]) -> int:

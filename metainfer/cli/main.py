@@ -39,6 +39,10 @@ VERBS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "metainfer.cli.doctor",
             "Say what slows or breaks serving on this machine, and how to mend it",
         ),
+        "plan validate": (
+            "metainfer.cli.plan_validate",
+            "Set predictions beside published figures",
+        ),
         "probe": ("metainfer.cli.probe", "Look at this machine: GPUs, links, pairs, host"),
         "verify": ("metainfer.cli.verify", "Check every operation of a model on this card"),
         "profile": ("metainfer.cli.profile", "Say where the time of a step goes, by operation"),
@@ -157,7 +161,8 @@ def _dispatch(arguments: Sequence[str], terminal: Terminal, environment: Mapping
         return 0
     if arguments[0] in ("-V", "--version"):
         arguments = ["version", *arguments[1:]]
-    if asks_for_help(arguments[1:2]) and (group := verbs_of(arguments[0])):
+    alone = arguments[0] in VERBS
+    if not alone and asks_for_help(arguments[1:2]) and (group := verbs_of(arguments[0])):
         terminal.data("\n".join(_listed(group)))
         return 0
     name, rest = find_verb(arguments)

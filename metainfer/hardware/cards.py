@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from metainfer.hardware.curves import Rate
@@ -67,6 +68,7 @@ class Card:
         return max(found, key=lambda rate: rate.rows) if found else None
 
 
+@cache
 def all_cards() -> tuple[Card, ...]:
     """In the order of the file."""
     found = json.loads(_FILE.read_text(encoding="utf-8"))["cards"]

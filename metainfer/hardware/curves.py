@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -51,17 +50,16 @@ class Curve:
         return self.verified or not self.source.startswith(MEASURED_HERE)
 
     def seconds_of(self, size: float) -> float:
-        """Between points by straight lines over logarithms; before the first its time, behind the
-        last its rate."""
+        """Between points by straight lines, as a start and a rate give them, for points may lie far
+        apart; before the first its time, behind the last its rate."""
         if size <= self.bytes[0]:
             return self.seconds[0]
         if size >= self.bytes[-1]:
             return self.seconds[-1] * size / self.bytes[-1]
         place = bisect_left(self.bytes, size)
         low, high = self.bytes[place - 1], self.bytes[place]
-        share = math.log(size / low) / math.log(high / low)
         before, after = self.seconds[place - 1], self.seconds[place]
-        return before * math.pow(after / before, share)
+        return before + (after - before) * (size - low) / (high - low)
 
 
 def trusted(curves: Iterable[Curve]) -> tuple[Curve, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,28 @@ class Profile:
 
 
 @dataclass(frozen=True, slots=True)
+class Calibrated:
+    """A constant that published figures set.
+
+    Attributes:
+        path: keys in the data file, one in the other.
+        start: what it would be without those figures.
+        low, high: what is physical.
+        meaning: of the bounds.
+    """
+
+    path: tuple[str, ...]
+    start: float
+    low: float
+    high: float
+    meaning: str
+
+    @property
+    def name(self) -> str:
+        return " ".join(self.path[1:])
+
+
+@dataclass(frozen=True, slots=True)
 class Constants:
     """Attributes:
     uncertainty: of an input, by its origin.
@@ -54,6 +76,7 @@ class Constants:
     peak: by architecture and format, operations of a multiprocessor a clock.
     kernels, transfers: values by name.
     profiles: engines by name.
+    calibrated: those that published figures set.
     """
 
     uncertainty: Mapping[str, float]
@@ -62,6 +85,7 @@ class Constants:
     kernels: Mapping[str, Any]
     transfers: Mapping[str, Any]
     profiles: Mapping[str, Profile]
+    calibrated: tuple[Calibrated, ...] = ()
 
     def profile(self, name: str) -> Profile:
         if name not in self.profiles:
@@ -79,16 +103,39 @@ class Constants:
         return value
 
 
-def read_constants() -> Constants:
+def read_constants(changed: Mapping[tuple[str, ...], float] | None = None) -> Constants:
+    """Those of the data file.
+
+    Args:
+        changed: values in place of calibrated ones, by path.
+    """
     given = json.loads(_FILE.read_text(encoding="utf-8"))
+    for path, value in (changed or {}).items():
+        _place(given, path)[path[-1]] = value
     return Constants(
         uncertainty=_values(given["uncertainty"]),
         efficiency={arch: _numbers(row) for arch, row in given["efficiency"].items()},
         peak={arch: _numbers(row) for arch, row in given["peak"].items() if isinstance(row, dict)},
         kernels=_values(given["kernels"]),
         transfers=_values(given["transfers"]),
-        profiles={name: _profile(name, row) for name, row in given["profiles"].items()},
+        profiles={name: _profile(given["profiles"], name) for name in given["profiles"]},
+        calibrated=tuple(
+            Calibrated(**{**row, "path": tuple(row["path"])}) for row in given["calibrated"]
+        ),
     )
+
+
+def calibrated_values() -> dict[tuple[str, ...], float]:
+    """Values of the calibrated constants as they ship, by path."""
+    given = json.loads(_FILE.read_text(encoding="utf-8"))
+    paths = (tuple(row["path"]) for row in given["calibrated"])
+    return {path: float(_place(given, path)[path[-1]]) for path in paths}
+
+
+def _place(given: Any, path: Sequence[str]) -> Any:
+    for key in path[:-1]:
+        given = given[key]
+    return given
 
 
 def _values(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -99,6 +146,11 @@ def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in row.items() if not isinstance(value, str)}
 
 
-def _profile(name: str, row: Mapping[str, Any]) -> Profile:
-    given = {key: value for key, value in row.items() if key != "source"}
-    return Profile(name=name, **{**given, "collectives": tuple(row["collectives"])})
+def _profile(rows: Mapping[str, Mapping[str, Any]], name: str) -> Profile:
+    """What a profile leaves out is as in the one that it is `like`; rates are replaced one by
+    one."""
+    row = rows[name]
+    base = rows[row["like"]] if "like" in row else {}
+    given = {**base, **row, "rates": {**base.get("rates", {}), **row.get("rates", {})}}
+    given = {key: value for key, value in given.items() if key not in ("source", "like")}
+    return Profile(name=name, **{**given, "collectives": tuple(given["collectives"])})

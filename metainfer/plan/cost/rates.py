@@ -21,6 +21,9 @@ from metainfer.plan.cost.parts import COPY, Part
 _LARGE = 512
 """Rows from which on a call is large."""
 
+_DOUBT = 1.5
+"""By how much a single published figure may lie below what the architecture reaches elsewhere."""
+
 HERE = "measured here"
 """How `Rate.source` and `Curve.source` begin where the machine itself was measured."""
 
@@ -149,14 +152,16 @@ class Rates:
         factor = self._profile.rates[kind]
         if origin_of(points[-1].source) != MEASURED:
             factor *= self._constants.kernels["of_best"].get(kind, 1.0)
+        # A single figure is that of a large call.
+        plateau = len(points) == 1
         per_s = _between(points, rows) * factor
-        return Found(
-            per_s,
-            origin_of(points[-1].source),
-            points[-1].source,
-            # A single figure is that of a large call.
-            plateau=len(points) == 1,
-        )
+        origin, why = origin_of(points[-1].source), points[-1].source
+        guess = self._inferred(work)
+        if plateau and origin == PUBLISHED and per_s * _DOUBT < guess.per_s:
+            # One report far below what such cards reach: between the two.
+            per_s, origin = math.sqrt(per_s * guess.per_s), INFERRED
+            why = f"between one report and {guess.why} ({why})"
+        return Found(per_s, origin, why, plateau)
 
     def _inferred(self, work: str) -> Found:
         kind, _, operands = work.partition(" ")

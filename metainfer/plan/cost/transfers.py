@@ -138,9 +138,21 @@ class Transfers:
             if payload > curve.bytes[-1] and means in (STORE, LOAD):
                 continue  # slower and slower beyond what anybody uses it for
             share = 0.5 if curve.operation == ALL_REDUCE != operation else 1.0
-            seconds = share * curve.seconds_of(payload) * self._crowding(size, ranks, groups)
+            seconds = share * self._seconds_of(curve, payload, ranks)
+            seconds *= self._crowding(size, ranks, groups)
             found.append(Exchange(seconds, name, origin_of(curve.source), curve.source))
         return sorted(found, key=lambda exchange: exchange.seconds)
+
+    def _seconds_of(self, curve: Curve, payload: float, ranks: int) -> float:
+        """Behind a curve that ends while starts still count, what the links add."""
+        last = curve.bytes[-1]
+        if payload <= last or last >= _LARGE or curve.means != NCCL:
+            return curve.seconds_of(payload)
+        _, share = _steps(curve.operation, ranks)
+        bus = self._links.ring(ranks, 1) * self._default_share(ranks, 1)
+        grown = max(curve.seconds[-1] - curve.seconds[0], 0.1 * curve.seconds[-1])
+        shown = share * (last - curve.bytes[0]) / grown
+        return curve.seconds[-1] + share * (payload - last) / max(bus, shown)
 
     def _crowding(self, size: float, ranks: int, groups: int) -> float:
         """By how much links that groups share slow large exchanges; curves are of one group."""
