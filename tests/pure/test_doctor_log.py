@@ -130,6 +130,17 @@ def test_a_log_of_sglang():
     assert report.versions == {"SGLang": ""}
 
 
+def test_a_piece_of_a_log_tells_its_engine_too():
+    nccl = "[2026-09-01 10:00:00 TP0] sglang is using nccl==2.27.5"
+    assert scanned(nccl).versions == {"SGLang": "", "NCCL": "2.27.5"}
+    later = "vLLM is using nccl==2.30.4\n[core.py:109] Initializing a V1 LLM engine (v0.20.2) with"
+    assert scanned(later).versions == {"vLLM": "0.20.2", "NCCL": "2.30.4"}
+    backend = "Using FlashInfer CUTLASS Unquantized MoE backend out of potential backends: []"
+    assert "(Unquantized) are computed by FlashInfer CUTLASS" in said(
+        scanned(backend), "vllm-moe-backend"
+    )
+
+
 def test_a_log_of_nccl():
     report = scanned(NCCL)
     assert seen(report) == {

@@ -118,8 +118,9 @@ def scan(
         for line, text in batch:
             for engine in engines:
                 serving = engine.serves_after(text, serving)
-                if (version := engine.version_in(text)) is not None:
-                    versions.setdefault(engine.name, version)
+                version = engine.version_in(text)
+                if version is not None and not versions.get(engine.name):
+                    versions[engine.name] = version
             for pattern in patterns:
                 _look(line, text, serving, seen[pattern.id])
     found = [sighting for sighting in seen.values() if sighting.count and sighting.holds]
