@@ -82,7 +82,7 @@ def test_a_case_that_nothing_serves_is_a_problem() -> None:
 
 
 def test_a_call_is_timed() -> None:
-    assert 0 < clock(on_cpu(Backend(OP, "cpu", rms_norm)), ONE, "cpu", seed=5) < 1
+    assert clock(on_cpu(Backend(OP, "cpu", rms_norm)), ONE, "cpu", seed=5) > 0
 
 
 def test_products_of_references_are_exact_and_settings_come_back() -> None:
@@ -125,16 +125,13 @@ def test_checks_follow_the_formats_and_the_layout_of_a_plan() -> None:
     assert {check.load.rows for check in attention} == {1, 4}
 
 
-@pytest.mark.parametrize(("device", "rounds"), [("cpu", False), ("cuda", True)])
-def test_without_a_plan_checks_are_of_what_layers_bind_on_the_device(
-    device: str, rounds: bool
-) -> None:
-    model = "deepseek-v4-flash"
-    options = VerifyOptions(model, entries=(256,))
-    checks = checks_for(options, sizes_for(options, device), 4, **forms_of(model, device, None))
-    ops = {check.op for check in checks}
-    assert ("linear.fp8_rows" in ops) == ("moe.experts_fp8_rows" in ops) == rounds
-    assert ("linear.fp8_block" in ops) == ("moe.experts" in ops) == (not rounds)
+def test_without_a_plan_checks_are_of_what_layers_bind_on_the_device() -> None:
+    options = VerifyOptions(model := "deepseek-v4-flash", entries=(256,))
+    for device in ("cpu", "cuda"):
+        forms, sizes = forms_of(model, device, None), sizes_for(options, device)
+        ops = {check.op for check in checks_for(options, sizes, 4, **forms)}
+        assert len(ops & {"linear.fp8_rows", "moe.experts_fp8_rows"}) == 2 * (device == "cuda")
+        assert len(ops & {"linear.fp8_block", "moe.experts"}) == 2 * (device == "cpu")
 
 
 def test_a_crash_or_a_hang_costs_its_own_piece_alone() -> None:
@@ -199,13 +196,8 @@ def test_the_verb_verifies_every_case_of_a_model(record: dict[str, Any]) -> None
         assert case["seconds"] > 0
         assert case["floor_s"] > 0
         assert case["error"] <= max(case["tolerance"], 0.26)  # codes differ by a step at most
-    assert {
-        case["tokens"] for case in record["cases"] if case["op"] == "attention.sparse_decode"
-    } == {
-        256,
-        1024,
-        4096,
-    }
+    decode = [case for case in record["cases"] if case["op"] == "attention.sparse_decode"]
+    assert {case["tokens"] for case in decode} == {256, 1024, 4096}
     assert len(record["card"]["kernels"]) == 64
     assert record["rates"]["bytes_per_s"] > 0
 
