@@ -132,12 +132,17 @@ class Plan:
         for word, odd in (("unknown", set(values) - names), ("missing", names - set(values))):
             if odd:
                 raise UserError(f"{word} plan values: {', '.join(sorted(odd))}")
-        return cls(
-            **{
-                name: Value(_frozen(v["value"]), Origin(v["origin"]), v["reason"])
-                for name, v in values.items()
-            }
-        )
+        read: dict[str, Value[Any]] = {}
+        for name, value in values.items():
+            try:
+                read[name] = Value(
+                    _frozen(value["value"]), Origin(value["origin"]), value["reason"]
+                )
+            except (ValueError, KeyError, TypeError) as error:
+                raise UserError(
+                    f"the plan's {name} is no value with its origin and its reason"
+                ) from error
+        return cls(**read)
 
 
 def plain_dtype(*dtypes: str) -> str:

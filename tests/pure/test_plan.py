@@ -65,6 +65,14 @@ def test_every_value_has_an_origin_and_a_reason_and_survives_json():
     assert json.loads(made.to_json())["values"]["max_model_len"]["origin"] == "model"
 
 
+@pytest.mark.parametrize("value", [5, None, {}, {"value": 1, "origin": "rumour", "reason": "so"}])
+def test_a_plan_whose_values_are_none_is_refused(value):
+    record = json.loads(plan().to_json())
+    record["values"]["max_num_seqs"] = value
+    with pytest.raises(UserError, match="the plan's max_num_seqs is no value with its origin"):
+        Plan.from_json(json.dumps(record))
+
+
 @pytest.mark.parametrize(
     ("flag", "given", "field", "value"),
     [
