@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from metainfer.cli.machine_flag import machine_flag
 from metainfer.cli.terminal import Terminal
 from metainfer.cli.verb import Verb
 from metainfer.core.config import flag
+from metainfer.core.errors import UserError
+
+if TYPE_CHECKING:
+    from metainfer.hardware.machine import Machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +21,13 @@ class ProbeOptions:
     """What is looked at, and where the record goes."""
 
     out: Path | None = flag("--out", "Write the record to this file", aliases=("-o",))
+    measure: bool = flag(
+        "--measure",
+        "Measure how its GPUs talk and compute, in two minutes at most, or take what was measured"
+        " before",
+        False,
+    )
+    fresh: bool = flag("--fresh", "With --measure: measure again", False)
     machine: str | None = machine_flag()
     json: bool = flag("--json", "Print the record as JSON", False)
 
@@ -29,6 +41,10 @@ def run(terminal: Terminal, options: ProbeOptions) -> int:
     from metainfer.hardware.topology import fingerprint
 
     machine = machine_of(options.machine)
+    if options.measure:
+        machine = _measured(terminal, options, machine)
+    elif options.fresh:
+        raise UserError("--fresh measures nothing by itself", hint="add --measure")
     if options.out is not None:
         write_whole(options.out, (machine.to_json() + "\n").encode())
         terminal.say(f"wrote {options.out}")
@@ -43,6 +59,30 @@ def run(terminal: Terminal, options: ProbeOptions) -> int:
     return 0
 
 
+def _measured(terminal: Terminal, options: ProbeOptions, machine: Machine) -> Machine:
+    """With what is kept of it or is measured now. Raises UserError where it is a recorded one."""
+    from metainfer.hardware.facts import Unknown
+    from metainfer.hardware.measured import read_measured
+
+    if options.machine is not None:
+        raise UserError(
+            "--measure needs the machine itself, not a record of one", hint="leave --machine out"
+        )
+    if isinstance(machine.gpus, Unknown) or not machine.gpus:
+        why = f" ({machine.gpus.why})" if isinstance(machine.gpus, Unknown) else ""
+        terminal.say(f"nothing is measured: no GPU is known here{why}")
+        return machine
+    kept = read_measured(machine)
+    if not isinstance(kept, str) and not options.fresh:
+        terminal.say(f"measured on {kept.date}; --fresh measures again")
+        return machine
+    from metainfer.comm.measure import measure
+
+    plain = replace(machine, curves=(), rates=(), unmeasured=(), sources=())
+    with terminal.progress("measured", "of this part") as progress:
+        return measure(plain, terminal.say, progress.update)
+
+
 VERB = Verb(
     "probe",
     "Look at this machine: GPUs, links, pairs, host",
@@ -50,7 +90,7 @@ VERB = Verb(
     run,
     (
         "metainfer probe",
-        "metainfer probe --out machine.json",
+        "metainfer probe --measure --out machine.json",
         "metainfer probe --machine rtx-pro-6000-x8",
     ),
 )

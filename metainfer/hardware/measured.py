@@ -91,14 +91,13 @@ def read_measured(machine: Machine, cache: Path | None = None) -> Measured | str
         return "the machine has no GPU"
     try:
         record = json.loads(_path(machine, cache).read_text(encoding="utf-8"))
-        version = record.pop("version", None)
+        if not isinstance(record, dict) or record.pop("version", None) != _VERSION:
+            return "what is kept is of another version"
         measured: Measured = record_of(Measured, record)
     except FileNotFoundError:
         return "nothing was measured yet"
-    except (OSError, ValueError, AttributeError, UserError) as error:
+    except (OSError, ValueError, UserError) as error:
         return f"what is kept cannot be read: {error}"
-    if version != _VERSION:
-        return "what is kept is of another version"
     return _changed(machine, measured) or measured
 
 
