@@ -31,6 +31,7 @@ from metainfer.kernels.gpu.compilations import Compilations
 from metainfer.kernels.registry import Kernel, Registry
 from metainfer.kernels.tune_record import find_here
 from metainfer.llm.admission import Limits
+from metainfer.llm.ahead import steps_ahead
 from metainfer.llm.client import EngineStats
 from metainfer.llm.loop import Executor, Loop
 from metainfer.llm.make_runner import make_runner
@@ -38,6 +39,7 @@ from metainfer.llm.policy import Policies, TimeShare
 from metainfer.llm.request import Request
 from metainfer.llm.runner import Runner
 from metainfer.llm.scheduler import Scheduler
+from metainfer.llm.step import Step
 from metainfer.llm.threads import in_a_thread, settle_thread
 from metainfer.llm.warmup import warm_up
 from metainfer.nn.cache import CacheStorage
@@ -124,7 +126,7 @@ class Engine:
     def start(cls, loaded: LoadedModel, *, check_every_step: bool = False) -> Engine:
         """Warm a model up and serve it. Raises what the model raises."""
         plan, runner, compilations = loaded.plan, loaded.runner, loaded.compilations
-        in_a_thread(plan, lambda: warm_up(runner, plan))
+        in_a_thread(plan, lambda: warm_up(runner, plan, loaded.steps_ahead()))
         compilations.begin_service()
         ready_s = time.perf_counter() - loaded.began_s
         _log.info("%s is ready after %s", loaded.arch.name, format_seconds(ready_s))
@@ -185,6 +187,7 @@ class LoadedModel:
 
     Attributes:
         kernels: every op that a layer or the sampler bound, with its backend.
+        steps_ahead: steps that start all kernels for GPUs, whose code it has compiled.
         began_s: `time.perf_counter()` when loading began.
     """
 
@@ -194,6 +197,7 @@ class LoadedModel:
     kernels: tuple[Kernel, ...]
     runner: Runner[CacheStorage]
     compilations: Compilations
+    steps_ahead: Callable[[], Sequence[Step]]
     began_s: float
 
 
@@ -218,7 +222,8 @@ def load_model(
     directory = model_source(directory, settings)
     arch = read_arch(directory, settings.hf_overrides)
     compilations = Compilations()
-    machine, registry = probe(), builtin_registry(_launcher(compilations))
+    launch = _launcher(compilations)
+    machine, registry = probe(), builtin_registry(launch)
     proof = cache_proof(directory, arch, settings)
     capabilities = choose_target(machine, arch, settings, registry.capabilities, proof)
     target = capabilities.target
@@ -228,7 +233,8 @@ def load_model(
         on_plan(machine, plan)
     settle_thread(plan)
     if gpu_number(plan.device.value):
-        registry = builtin_registry(_launcher(compilations))  # whose numbers are that GPU's
+        launch = _launcher(compilations)  # whose numbers are that GPU's
+        registry = builtin_registry(launch)
     for sentence in found.broken:
         _log.warning("%s", sentence)
     registry = registry.with_tuned(found.bound(plan, target))
@@ -239,7 +245,17 @@ def load_model(
         kernels, runner = in_a_thread(
             plan, lambda: make_runner(arch, plan, checkpoint, bound, target)
         )
-    return LoadedModel(machine, arch, plan, kernels, runner, compilations, began_s)
+    target = capabilities.target
+    return LoadedModel(
+        machine,
+        arch,
+        plan,
+        kernels,
+        runner,
+        compilations,
+        lambda: steps_ahead(arch, plan, target, launch if target.type == "cuda" else None),
+        began_s,
+    )
 
 
 def limits_of(arch: Arch, plan: Plan) -> Limits:

@@ -9,6 +9,7 @@ import pytest
 from metainfer.arch.cache_kinds import blocks_for
 from metainfer.arch.tiny import tiny_quantised_arch
 from metainfer.hardware.machine import Gpu
+from metainfer.llm.made_steps import prefill, scored, step
 from metainfer.llm.step import Step
 from metainfer.llm.warmup import row_classes, warm_up
 from metainfer.ops.base import Target
@@ -55,27 +56,46 @@ def test_steps_keep_to_the_plan(device: str) -> None:
     plan, runner = made(device, max_num_seqs=5, max_num_batched_tokens=300), Noting()
     warm_up(runner, plan)
     assert runner.asked.count("capture") == 1
-    steps = [step for step in runner.asked if isinstance(step, Step)]
-    for step in steps:
-        slots = [part.state_slot for part in step.sequences]
+    steps = [one for one in runner.asked if isinstance(one, Step)]
+    for one in steps:
+        slots = [part.state_slot for part in one.sequences]
         assert len(set(slots)) == len(slots) and max(slots) < plan.max_num_seqs.value
-        assert step.num_rows <= plan.max_num_batched_tokens.value
-        for part in step.sequences:
+        assert one.num_rows <= plan.max_num_batched_tokens.value
+        for part in one.sequences:
             end = part.start + len(part.token_ids)
             assert part.start >= 0 and end <= plan.max_model_len.value
             assert len(part.blocks) == blocks_for(end) <= plan.num_blocks.value
     if device == "cuda":
-        sizes = {len(step.sequences[-1].token_ids) for step in steps}
+        sizes = {len(one.sequences[-1].token_ids) for one in steps}
         assert set(row_classes(300)) <= sizes
-        assert any(0 < step.num_decode_sequences < len(step.sequences) for step in steps)
+        assert any(0 < one.num_decode_sequences < len(one.sequences) for one in steps)
     else:
         assert len(steps) == 4
 
 
 def test_on_a_gpu_few_rows_do_not_tell_what_many_take(monkeypatch: pytest.MonkeyPatch) -> None:
     """32 rows took 20 ms on an H200, as long as starting their kernels takes, and 8,192 took 40."""
-    monkeypatch.setattr("metainfer.llm.warmup._LONGEST_S", 0.01)
+    monkeypatch.setattr("metainfer.llm.warmup._LONGEST_S", 0.03)
     plan, runner = made("cuda", max_num_seqs=2, max_num_batched_tokens=2048), Noting(0.001)
     warm_up(runner, plan)
-    rows = [step.num_rows for step in runner.asked if isinstance(step, Step)]
+    rows = [one.num_rows for one in runner.asked if isinstance(one, Step)]
     assert max(rows) == 2048 and set(row_classes(2048)) <= set(rows)
+
+
+def test_steps_that_were_found_are_run_small_ones_first() -> None:
+    plan, runner = made("cuda", max_num_seqs=2, max_num_batched_tokens=64), Noting()
+    found = [step([prefill(50, 37)]), step([scored(prefill(9, 9))])]
+    warm_up(runner, plan, found)
+    steps = [one for one in runner.asked if isinstance(one, Step)]
+    assert steps.index(found[1]) < steps.index(found[0])
+
+
+def test_steps_of_a_slow_path_end_early(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("metainfer.llm.warmup._LONGEST_S", 0.0)
+    plan, runner = made("cuda", max_num_seqs=2, max_num_batched_tokens=2048), Noting(0.001)
+    warm_up(runner, plan)
+    assert "larger ones are not run" in caplog.text
+    rows = [one.num_rows for one in runner.asked if isinstance(one, Step)]
+    assert 32 < max(rows) < 100
