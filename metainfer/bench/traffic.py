@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -103,8 +102,3 @@ def draw_prompts(key: str, count: int, length: int, vocab_size: int) -> list[lis
     """Random prompts that only this key gives."""
     generator = random.Random(key)
     return [draw_ids(generator, length, vocab_size) for _ in range(count)]
-
-
-def total_tokens(served: Sequence[Served]) -> tuple[int, int]:
-    """(prompt tokens, output tokens)."""
-    return sum(s.prompt_tokens for s in served), sum(s.output_tokens for s in served)
