@@ -168,14 +168,23 @@ def _record(
 def _text(options: DoctorOptions, patient: Patient, findings: tuple[Finding, ...]) -> str:
     from metainfer.cli.doctor_text import findings_text
     from metainfer.doctor.estimate import gpus_of
+    from metainfer.hardware.facts import Unknown
 
     gpus = gpus_of(patient.machine)
     names = sorted({gpu.name for gpu in gpus})
     cards = f"{len(gpus)} x {', '.join(names)}" if gpus else "no GPU"
-    recorded = f" ({options.machine}, recorded)" if options.machine is not None else ""
-    lines = [f"machine  {cards}{recorded}"]
+    named = f" ({options.machine})" if options.machine is not None else ""
+    lines = [f"machine  {cards}{named}"]
     if patient.shape is not None:
         lines.append(f"model    {patient.shape.name}")
+    if not findings:
+        why = (
+            patient.machine.gpus.why
+            if isinstance(patient.machine.gpus, Unknown)
+            else "there is no GPU"
+        )
+        lines += ["", f"Nothing to examine: {why}. --machine takes a record or a recorded machine."]
+        return "\n".join(lines)
     return "\n".join([*lines, "", findings_text(findings)])
 
 

@@ -78,10 +78,14 @@ def _several_ranks(shape: ModelShape, machine: Machine) -> _Verdict:
     return State.PLANNED, f"more than 1 is refused at start: {_ONE_RANK}"
 
 
+def _stages(shape: ModelShape, machine: Machine) -> _Verdict:
+    return State.PLANNED, f"the flag is refused by name: {_ONE_RANK}"
+
+
 def _expert(shape: ModelShape, machine: Machine) -> _Verdict:
     if not shape.experts:
         return State.NO_EFFECT, "the model has no routed experts"
-    return State.PLANNED, f"the flag is refused by name: {_ONE_RANK}"
+    return _stages(shape, machine)
 
 
 def _flagless_ranks(shape: ModelShape, machine: Machine) -> _Verdict:
@@ -157,7 +161,7 @@ _FEATURES: tuple[tuple[str, str, _Judge], ...] = (
     ("one of several GPUs", "--device cuda:N", _needs_serving(_one_of_many)),
     ("tensor parallel (TP)", "--tensor-parallel-size", _several_ranks),
     ("expert parallel (EP)", "--enable-expert-parallel", _expert),
-    ("pipeline parallel (PP)", "--pipeline-parallel-size", _several_ranks),
+    ("pipeline parallel (PP)", "--pipeline-parallel-size", _stages),
     ("context parallel prefill (CP)", "", _flagless_ranks),
     ("decode context parallel (DCP)", "", _shards),
     ("replicas", "--data-parallel-size", _replicas),

@@ -137,11 +137,11 @@ def ran(patient: Patient) -> Iterator[Finding]:
     yield Finding(
         _RAN,
         Level.UNKNOWN,
-        f"{len(rows) - proved} of {len(rows)} kernels have not run on a card of {target} that this"
-        " machine knows of",
+        f"for {len(rows) - proved} of {len(rows)} operations and layouts no kernel is known here to"
+        f" have run on {target}",
         "records of `metainfer verify` for these very sources",
         "code that compiles and fits may still be wrong or slow",
-        "`metainfer verify --model NAME` on the card, in minutes",
+        "`metainfer verify --model MODEL` on the card, in minutes",
     )
 
 

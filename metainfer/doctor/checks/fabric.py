@@ -6,7 +6,16 @@ from collections.abc import Iterator, Sequence
 
 from metainfer.doctor.estimate import gpus_of
 from metainfer.doctor.finding import Check, Finding, Level, Patient
-from metainfer.hardware.curves import COPY, LOAD, STAGED, STORE, Curve
+from metainfer.hardware.curves import (
+    ALL_TO_ALL,
+    COPY,
+    LOAD,
+    PULL,
+    SEVERAL_ROOTS,
+    STORE,
+    Curve,
+    trusted,
+)
 from metainfer.hardware.facts import Unknown
 from metainfer.hardware.machine import Machine
 from metainfer.hardware.topology import islands, p2p_everywhere, way
@@ -18,6 +27,7 @@ _PAYLOAD = "payload between cards"
 _REGISTRY = "peer access at root ports"
 _KERNELS = "kernels against copy engine"
 _COLLAPSE = "writes at once"
+_PULL = "push against pull"
 _CROSSING = "between sockets at once"
 _WIRE = "rate of links"
 _LATENCY = "latency between cards"
@@ -53,9 +63,9 @@ def payload(patient: Patient) -> Iterator[Finding]:
         return
     here = [c for c in machine.curves if origin_of(c.source) == MEASURED and len(c.gpus) > 1]
     peers = [c for c in here if c.means in (STORE, LOAD, COPY)]
-    wrong = [c for c in here if not c.verified]
+    wrong = [c for c in here if not c.trusted]
     if wrong:
-        listed = "; ".join(sorted({f"{c.means} {_pair(c)}" for c in wrong})[:6])
+        listed = "; ".join(sorted({f"{c.means} {_pair(c)} ({c.source})" for c in wrong})[:6])
         yield Finding(
             _PAYLOAD,
             Level.FAIL,
@@ -94,7 +104,7 @@ def registry(patient: Patient) -> Iterator[Finding]:
     if all(not isinstance(one, Unknown) and one.meets for one in ways):
         return  # below one switch it works as it is
     state = machine.host.relaxed_p2p
-    loads = _best(machine.curves, LOAD, "copy", at_once=False)
+    loads = _best(trusted(machine.curves), LOAD, "copy", at_once=False)
     if loads is not None:
         return  # measured: the check of kernels against copies says all
     if state is True:
@@ -117,7 +127,7 @@ def registry(patient: Patient) -> Iterator[Finding]:
 
 def kernels(patient: Patient) -> Iterator[Finding]:
     """Copy engines may be fast where loads and stores of kernels go through host memory."""
-    curves = patient.machine.curves
+    curves = trusted(patient.machine.curves)
     engine = _best(curves, COPY, "copy", at_once=False)
     if engine is None:
         return
@@ -149,35 +159,71 @@ def kernels(patient: Patient) -> Iterator[Finding]:
 def collapse(patient: Patient) -> Iterator[Finding]:
     """Writes of several cards below one switch to several roots fall to a tenth on some boxes."""
     machine = patient.machine
-    gpus = gpus_of(machine)
-    if len(gpus) < 2:
+    curves = trusted(machine.curves)
+    if len(gpus_of(machine)) < 2:
         return
     for means in (STORE, LOAD):
-        together = [c for c in machine.curves if c.means == means and c.operation == "all_to_all"]
-        if not together:
-            continue
-        curve = max(together, key=lambda c: len(c.gpus))
-        known, ranks = _rate(curve), len(curve.gpus)
-        tree = Links(machine, read_constants()).all_to_all(ranks, 1)
-        evidence = (
-            f"{means}s of {ranks} cards to all others {_gb(known)} a card; links give"
-            f" {_gb(tree)}; {curve.source}"
-        )
-        if known >= _COLLAPSED * tree:
-            yield Finding(_COLLAPSE, Level.OK, f"{means}s of all cards at once hold up", evidence)
-            continue
-        yield Finding(
-            _COLLAPSE,
-            Level.FAIL if means == STORE else Level.WARN,
-            f"{means}s collapse when all cards send at once: {known / tree:.0%} of what links give",
-            evidence,
-            "exchanges that write to all peers (one-shot all-reduce) get slower than NCCL: 504"
-            " against 68 us at 64 KB and 334 against 2.7 ms at 32 MB on a box like this",
-            "leave custom all-reduce off on these cards (vLLM and SGLang: --disable-custom-all-"
-            "reduce), or let kernels read (pull) in place of write; rings and islands of cards"
-            " below one switch are not hit; kernel, driver and slots do not change it",
-            f"{_WIKI}, hardware/collapse-report; github.com/local-inference-lab/b12x/pull/139",
-        )
+        together = [c for c in curves if c.means == means and c.operation == ALL_TO_ALL]
+        if together:
+            curve = max(together, key=lambda c: len(c.gpus))
+            tree = Links(machine, read_constants()).all_to_all(len(curve.gpus), 1)
+            yield _held_up(curve, tree, f"{len(curve.gpus)} cards to all others", "links give")
+    crossing_roots = {c.means: c for c in curves if c.operation == SEVERAL_ROOTS}
+    others = [_rate(c) for means, c in crossing_roots.items() if means != STORE]
+    if STORE in crossing_roots and others:
+        stores = crossing_roots[STORE]
+        yield _held_up(stores, max(others), "cards below some roots to others", "loads or copies")
+
+
+def _held_up(curve: Curve, expected: float, where: str, what: str) -> Finding:
+    known = _rate(curve)
+    evidence = (
+        f"{curve.means}s of {where} {_gb(known)} a card, {what} {_gb(expected)}; {curve.source}"
+    )
+    if known >= _COLLAPSED * expected:
+        return Finding(_COLLAPSE, Level.OK, f"{curve.means}s of {where} hold up", evidence)
+    return Finding(
+        _COLLAPSE,
+        Level.FAIL if curve.means == STORE else Level.WARN,
+        f"{curve.means}s of {where} collapse: {known / expected:.0%} of what {what} reach"
+        if what != "links give"
+        else f"{curve.means}s of {where} collapse: {known / expected:.0%} of what links give",
+        evidence,
+        "exchanges that write to all peers (one-shot all-reduce) get slower than NCCL: 504"
+        " against 68 us at 64 KB and 334 against 2.7 ms at 32 MB on a box like this",
+        "leave custom all-reduce off on these cards (vLLM and SGLang:"
+        " --disable-custom-all-reduce), or let kernels read (pull) in place of write; rings and"
+        " islands of cards below one switch are not hit; kernel, driver and slots do not change it",
+        f"{_WIKI}, hardware/collapse-report; github.com/local-inference-lab/b12x/pull/139",
+    )
+
+
+def pull(patient: Patient) -> Iterator[Finding]:
+    """Whether it matters which of two cards starts a copy."""
+    curves = trusted(patient.machine.curves)
+    push = {c.gpus: _rate(c) for c in curves if (c.means, c.operation) == (COPY, "copy")}
+    pulled = {c.gpus: _rate(c) for c in curves if (c.means, c.operation) == (COPY, PULL)}
+    both = [(pulled[pair] / push[pair], pair) for pair in pulled if pair in push]
+    if not both:
+        return
+    (least, slow), (most, fast) = min(both), max(both)
+    evidence = (
+        f"a copy started by the target takes {1 / most:.2f} (GPU {fast[0]} to {fast[1]}) to"
+        f" {1 / least:.2f} times as long as one started by the source"
+    )
+    if max(most, 1 / least) < 1.3:
+        yield Finding(_PULL, Level.OK, "it does not matter which card starts a copy", evidence)
+        return
+    better, pair = ("target", fast) if most > 1 / least else ("source", slow)
+    yield Finding(
+        _PULL,
+        Level.WARN,
+        f"copies are faster where the {better} starts them (GPU {pair[0]} to {pair[1]})",
+        evidence,
+        "engines that take the other way lose that much of every exchange",
+        "use exchanges that " + ("pull" if better == "target" else "push"),
+        "github.com/local-inference-lab/b12x/pull/139",
+    )
 
 
 def crossing(patient: Patient) -> Iterator[Finding]:
@@ -187,7 +233,7 @@ def crossing(patient: Patient) -> Iterator[Finding]:
     if isinstance(groups, Unknown) or len(groups) < 2:
         return
     place_of = {place: n for n, group in enumerate(groups) for place in group}
-    copies = [c for c in machine.curves if c.operation == "copy" and len(c.gpus) == 2]
+    copies = [c for c in trusted(machine.curves) if c.operation == "copy" and len(c.gpus) == 2]
     within = [_rate(c) for c in copies if place_of[c.gpus[0]] == place_of[c.gpus[1]]]
     across = [c for c in copies if place_of[c.gpus[0]] != place_of[c.gpus[1]]]
     if not within or not across:
@@ -217,34 +263,41 @@ def crossing(patient: Patient) -> Iterator[Finding]:
 def wire(patient: Patient) -> Iterator[Finding]:
     """A copy far below its link means errors on the link, or a way that nobody sees."""
     machine = patient.machine
-    gpus = gpus_of(machine)
-    for curve in machine.curves:
-        if curve.means != COPY or curve.operation != "copy" or curve.at_once:
+    shares: list[float] = []
+    for curve in trusted(machine.curves):
+        wired = _wired(machine, curve)
+        if wired is None:
             continue
-        if max(curve.gpus) >= len(gpus) or len(curve.gpus) != 2 or _crosses(machine, curve):
-            continue
-        links = [gpus[place].link for place in curve.gpus]
-        coded = [link.bytes_per_s() for link in links if not isinstance(link, Unknown)]
-        wired = [rate for rate in coded if not isinstance(rate, Unknown)]
-        if len(wired) != 2:
-            continue
-        share = _rate(curve) / min(wired)
-        evidence = f"{_gb(_rate(curve))} of {_gb(min(wired))} as coded; {curve.source}"
-        if share >= _SOUND_LINK:
-            yield Finding(
-                _WIRE, Level.OK, f"copies {_pair(curve)} reach {share:.0%} of their links", evidence
-            )
-        else:
+        share = _rate(curve) / wired
+        shares.append(share)
+        if share < _SOUND_LINK:
             yield Finding(
                 _WIRE,
                 Level.WARN,
                 f"copies {_pair(curve)} reach {share:.0%} of their links; 85 to 90 % is usual",
-                evidence,
+                f"{_gb(_rate(curve))} of {_gb(wired)} as coded; {curve.source}",
                 "all that these cards tell each other takes that much longer",
                 "look for replays on the link (nvidia-smi -q, PCIe section: replays since reset),"
                 " switch ASPM off (pcie_aspm=off), ACS off and the IOMMU to pass-through",
                 f"{_WIKI}, hardware/pcie-bandwidth",
             )
+    if shares and min(shares) >= _SOUND_LINK:
+        yield Finding(_WIRE, Level.OK, f"copies reach {min(shares):.0%} of their links or more",
+                      f"{len(shares)} pairs alone")  # fmt: skip
+
+
+def _wired(machine: Machine, curve: Curve) -> float | None:
+    """What the links of a pair give as coded; None where it does not bound the copy, or is not
+    known."""
+    gpus = gpus_of(machine)
+    if (curve.means, curve.operation) != (COPY, "copy") or curve.at_once or len(curve.gpus) != 2:
+        return None
+    if max(curve.gpus) >= len(gpus) or machine.nvlink is True or _crosses(machine, curve):
+        return None
+    links = [gpus[place].link for place in curve.gpus]
+    coded = [link.bytes_per_s() for link in links if not isinstance(link, Unknown)]
+    known = [rate for rate in coded if not isinstance(rate, Unknown)]
+    return min(known) if len(known) == 2 else None
 
 
 def latency(patient: Patient) -> Iterator[Finding]:
@@ -252,7 +305,7 @@ def latency(patient: Patient) -> Iterator[Finding]:
     shape = patient.shape
     small = [
         c
-        for c in patient.machine.curves
+        for c in trusted(patient.machine.curves)
         if c.operation == "copy" and c.means in (STORE, LOAD) and c.bytes[0] <= _FEW_BYTES
     ]
     if not small:
@@ -273,7 +326,7 @@ def latency(patient: Patient) -> Iterator[Finding]:
         f"a few bytes between cards take {micros:.0f} us, as through host memory",
         evidence,
         f"0.4 us are usual over peer access{worth}",
-        "see the findings on peer access, ACS and IOMMU; with " + STAGED + " fewer ranks and"
+        "see the findings on peer access, ACS and IOMMU; where it stays, fewer ranks and"
         " speculation cost least",
         f"{_WIKI}, hardware/pcie-bandwidth",
     )
@@ -312,6 +365,7 @@ CHECKS = (
     Check(_REGISTRY, "Is the driver told to let cards at root ports reach each other?", registry),
     Check(_KERNELS, "Do loads and stores of kernels keep up with copies?", kernels),
     Check(_COLLAPSE, "Do writes hold up when all cards send at once?", collapse),
+    Check(_PULL, "Does it matter which card starts a copy?", pull),
     Check(_CROSSING, "What is left when all cards cross between processors?", crossing),
     Check(_WIRE, "Do copies reach what their links give?", wire),
     Check(_LATENCY, "How long do a few bytes take between cards?", latency),

@@ -34,7 +34,7 @@ def width(patient: Patient) -> Iterator[Finding]:
                 _WIDTH,
                 Level.FAIL if lost >= 0.5 else Level.WARN,
                 f"GPU {place} ({gpu.name}) is linked over {link.width} of {link.most_width} lanes",
-                f"{gpu.bus_id}: width {link.width}, possible {link.most_width}",
+                f"{_bus(gpu)}: width {link.width}, possible {link.most_width}",
                 f"everything that it sends or receives takes {link.most_width / link.width:.3g}"
                 " times as long, and collectives wait for the slowest card"
                 + _said(gain(patient, patient.machine, _widened(patient.machine), "at full width")),
@@ -64,7 +64,7 @@ def generation(patient: Patient) -> Iterator[Finding]:
                 _GENERATION,
                 Level.FAIL,
                 f"GPU {place} ({gpu.name}) works, and its link runs at generation {now} of {most}",
-                f"{gpu.bus_id}: generation {now}, possible {most}, utilisation {gpu.utilisation}",
+                f"{_bus(gpu)}: generation {now}, possible {most}, utilisation {gpu.utilisation}",
                 f"its link carries {2 ** (most - now)} times less than it could"
                 + _said(gain(patient, _as_slow(patient.machine), patient.machine, "at full speed")),
                 "set the slot's speed by hand in the firmware; with risers or long cables try a"
@@ -140,6 +140,10 @@ def _links(patient: Patient) -> Iterator[tuple[int, Gpu, PcieLink | Unknown]]:
     gpus = patient.machine.gpus
     for place, gpu in enumerate(() if isinstance(gpus, Unknown) else gpus):
         yield place, gpu, gpu.link
+
+
+def _bus(gpu: Gpu) -> str:
+    return "place on the bus not known" if isinstance(gpu.bus_id, Unknown) else gpu.bus_id
 
 
 def _works(gpu: Gpu) -> bool:

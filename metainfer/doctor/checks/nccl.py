@@ -8,7 +8,7 @@ from dataclasses import replace
 from metainfer.arch.shapes import ModelShape
 from metainfer.doctor.estimate import STOCK, gpus_of, predicted, tensor_sizes, told
 from metainfer.doctor.finding import Check, Finding, Level, Patient
-from metainfer.hardware.curves import COPY, LOAD, NCCL, STORE, Curve
+from metainfer.hardware.curves import COPY, LOAD, NCCL, STORE, Curve, trusted
 from metainfer.hardware.facts import Unknown
 from metainfer.hardware.machine import Machine
 from metainfer.hardware.topology import p2p_everywhere, way
@@ -189,7 +189,7 @@ def decode(patient: Patient) -> Iterator[Finding]:
         nccl = known[0]
         others = [
             c
-            for c in machine.curves
+            for c in trusted(machine.curves)
             if c.means in (STORE, LOAD, COPY)
             and c.operation == "all_reduce"
             and len(c.gpus) == ranks
@@ -252,7 +252,7 @@ def _worth(patient: Patient, ranks: int) -> str:
 
 
 def _reduces(machine: Machine) -> list[Curve]:
-    return [c for c in machine.curves if c.means == NCCL and c.operation == "all_reduce"]
+    return [c for c in trusted(machine.curves) if (c.means, c.operation) == (NCCL, "all_reduce")]
 
 
 def _on_the_bus(curve: Curve) -> float:

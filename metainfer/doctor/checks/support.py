@@ -27,7 +27,7 @@ def serves(patient: Patient) -> Iterator[Finding]:
             f"metainfer does not serve {shape.name} yet",
             first.why,
             "findings here hold for vLLM and SGLang on this machine",
-            "`metainfer doctor --matrix --model NAME` lists what is here and what comes",
+            "`metainfer doctor MODEL --matrix` lists what is here and what comes",
         )
     elif gpus_of(machine):
         found = rank_ledger(shape, machine, tensor_layouts(1, 1), WORKLOAD, Formats())
@@ -58,7 +58,7 @@ def flags(patient: Patient) -> Iterator[Finding]:
     what = f"without effect for {shape.name} here: {', '.join(idle)}" if idle else (
         f"no feature is without effect for {shape.name}"
     )  # fmt: skip
-    yield Finding(_FLAGS, Level.OK, what, "; ".join(told), fix="`metainfer doctor --matrix`")
+    yield Finding(_FLAGS, Level.OK, what, "; ".join(told), fix="`metainfer doctor MODEL --matrix`")
 
 
 CHECKS = (

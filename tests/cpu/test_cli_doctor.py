@@ -1,0 +1,73 @@
+"""`metainfer doctor` on recorded machines, with what kernels know of the model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from metainfer.doctor.examine import all_checks
+from tests.fakes.command import metainfer
+
+ASKED = ("doctor", "deepseek-v4.1-flash", "--machine", "rtx-6000d-x8")
+
+
+def test_what_an_owner_acts_on_comes_first_and_is_readable():
+    ran = metainfer(*ASKED)
+    assert ran.code == 1 and ran.err == ""
+    lines = ran.out.splitlines()
+    # What is to be copied stays whole.
+    assert all(len(line) <= 100 or len(line.split()) <= 2 for line in lines)
+    levels = [line.split()[0] for line in lines if line.startswith(("FAIL", "WARN", "UNK", "ok"))]
+    assert levels == sorted(levels, key=["FAIL", "WARN", "UNKNOWN", "ok"].index)
+    for part in ("2 x TP4", "export NCCL_P2P_LEVEL=SYS", "input tok/s", "pull 38969"):
+        assert part in " ".join(ran.out.split())
+    assert any(line.startswith("ok       kernel coverage:") for line in lines)
+
+
+def test_findings_as_json_have_the_fields_that_are_documented():
+    ran = metainfer(*ASKED, "--json", "--tp", "4")
+    told = json.loads(ran.out)
+    assert (told["version"], told["kind"], told["exit_code"]) == (1, "findings", ran.code)
+    assert told["machine"]["name"] == "rtx-6000d-x8" and len(told["machine"]["gpus"]) == 8
+    assert told["model"] == "deepseek-v4.1-flash"
+    fields = {"check", "level", "what", "evidence", "matters", "fix", "source"}
+    assert all(set(one) == fields for one in told["findings"])
+    (covered,) = [one for one in told["findings"] if one["check"] == "kernel coverage"]
+    assert covered["evidence"].startswith("TP4: ")
+    page = Path(__file__).parents[2] / "docs" / "doctor.md"
+    documented = page.read_text(encoding="utf-8")
+    assert all(f"`{name}`" in documented for name in (*told, *fields))
+
+
+def test_a_machine_alone_a_card_without_kernels_and_none():
+    ran = metainfer("doctor", "--machine", "l40s-x8")
+    assert ran.code == 2 and "NCCL against the links" in ran.out
+    ran = metainfer("doctor", "deepseek-v4-flash", "--machine", "b300-x8")
+    assert "there are no kernels for sm_103" in ran.out
+
+
+def test_lists():
+    listed = metainfer("doctor", "--list")
+    assert listed.code == 0 and all(check.name in listed.out for check in all_checks())
+    cells = json.loads(metainfer("doctor", "pebble", "--matrix", "--json").out)
+    assert {"feature": "images", "flag": "", "state": "no effect",
+            "why": "the model has no image tower"} in cells  # fmt: skip
+    text = metainfer("doctor", "pebble", "--matrix").out
+    assert max(map(len, text.splitlines())) <= 100
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--matrix",), "--matrix is about a model"),
+        (("--port", "70000"), "is no TCP port"),
+        (("--port", "80", "--machine", "l40s-x8"), "--port looks at the machine at hand"),
+        (("--machine", "nowhere"), "no recorded machine"),
+        (("--tp", "0"), "at least 1"),
+    ],
+)
+def test_mistakes_are_sentences(arguments: tuple[str, ...], sentence: str):
+    ran = metainfer("doctor", *arguments)
+    assert ran.code == 2 and sentence in ran.err
