@@ -51,11 +51,14 @@ class Draw:
         numbers = torch.randn(shape, generator=self._generator, device=self._made_on)
         return numbers.mul_(scale).to(self.device, DTYPES[dtype])
 
-    def integers(self, low: int, high: int, *shape: int) -> torch.Tensor:
-        """int64, from low to high - 1."""
-        return torch.randint(low, high, shape, generator=self._generator, device=self._made_on).to(
-            self.device
-        )
+    def integers(
+        self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int64
+    ) -> torch.Tensor:
+        """From low to high - 1. Weights of all experts are drawn as bytes: as int64 they would take
+        more memory than all else."""
+        return torch.randint(
+            low, high, shape, generator=self._generator, device=self._made_on, dtype=dtype
+        ).to(self.device)
 
     def distinct(self, rows: int, count: int, below: int) -> torch.Tensor:
         """int64 [rows, count], different integers below `below` in each row, in any order."""
@@ -75,14 +78,14 @@ class Draw:
 
     def fp8(self, *shape: int) -> torch.Tensor:
         """Every finite e4m3 code, subnormals and both zeros included."""
-        magnitudes = self.integers(0, 127, *shape)
-        signs = self.integers(0, 2, *shape) * 128
-        return (magnitudes + signs).to(torch.uint8).view(torch.float8_e4m3fn)
+        magnitudes = self.integers(0, 127, *shape, dtype=torch.uint8)
+        signs = self.integers(0, 2, *shape, dtype=torch.uint8).mul_(128)
+        return magnitudes.add_(signs).view(torch.float8_e4m3fn)
 
     def scales(self, *shape: int, kind: str = "e8m0", middle: int = 119) -> torch.Tensor:
         """Scales around 2^(middle - 127), as bytes or as fp32 that are no powers of two."""
         if kind == "e8m0":
-            return self.integers(middle - 3, middle + 3, *shape).to(torch.uint8)
+            return self.integers(middle - 3, middle + 3, *shape, dtype=torch.uint8)
         return self.normal(*shape, scale=0.3).exp() * 2.0 ** (middle - 127)
 
 

@@ -118,4 +118,4 @@ def _places(draw: Draw, rows: int, large: bool) -> torch.Tensor:
 
 
 def _bytes(draw: Draw, rows: int, size: int) -> torch.Tensor:
-    return draw.integers(0, 256, rows, size).to(torch.uint8)
+    return draw.integers(0, 256, rows, size, dtype=torch.uint8)

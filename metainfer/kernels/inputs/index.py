@@ -169,7 +169,7 @@ def _coded_at_load(case: IndexCase, draw: Draw, dtype: str, *shape: int) -> Code
         return draw.normal(*shape, case.width, dtype=dtype or case.dtype)
     form = INDEX_FORMATS[case.key_format]
     if form.code == "e2m1":
-        codes = draw.integers(0, 256, *shape, form.code_bytes).to(torch.uint8)
+        codes = draw.integers(0, 256, *shape, form.code_bytes, dtype=torch.uint8)
     else:
         codes = draw.fp8(*shape, form.code_bytes).view(torch.uint8)
     scales = draw.scales(*shape, form.blocks, middle=120)

@@ -31,7 +31,8 @@ def _expert_weight(
         blocks = ceil_div(rows, case.block[0]), ceil_div(columns, case.block[1])
         scale = draw.scales(case.experts, *blocks, kind=scales, middle=117)
         return draw.fp8(case.experts, rows, columns), scale
-    packed = draw.integers(0, 256, case.experts, rows, columns // 2).to(torch.uint8)
+    shape = case.experts, rows, columns // 2
+    packed = draw.integers(0, 256, *shape, dtype=torch.uint8)
     return packed, draw.scales(case.experts, rows, columns // 32, middle=122)
 
 
