@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from metainfer.cli.terminal import Terminal
 from metainfer.cli.verb import Verb
 from metainfer.core.config import flag
+from metainfer.core.errors import UserError
 from metainfer.plan.workload import Workload, parse_workload
 from metainfer.shipped import SHIPPED_MODEL
 
 _OBJECTIVES = ("throughput", "ttft", "interactive")
+
+
+def parse_pair(text: str) -> tuple[float, float]:
+    """ "600,4000": one number for each machine."""
+    numbers = tuple(float(part) for part in text.split(","))
+    if len(numbers) != 2 or not all(number > 0 for number in numbers):
+        raise UserError(f"'{text}' is not two numbers above 0, such as 4800,11000")
+    return numbers[0], numbers[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +55,41 @@ class PlanOptions:
     )
     engine: str = flag(
         "--engine",
-        "Whose efficiency is assumed: metainfer, b12x, or stock (vLLM and SGLang as they come)",
+        "Whose efficiency is assumed: metainfer, b12x, stock (vLLM and SGLang as they come), pcie"
+        " (stock with exchanges made for PCIe), or fallback (kernels are missing)",
         "metainfer",
-        choices=("metainfer", "b12x", "stock"),
+        choices=("metainfer", "b12x", "stock", "pcie", "fallback"),
+    )
+    compare: tuple[str, ...] = flag(
+        "--compare",
+        "Set two machines side by side, each a record or the name of a recorded one",
+        (),
+        unit="file|name",
+        many=True,
+    )
+    power_w: tuple[float, float] | None = flag(
+        "--power-w",
+        "With --compare: watts of each machine under load, for tokens per joule",
+        unit="A,B",
+        parse=parse_pair,
+    )
+    price_per_hour: tuple[float, float] | None = flag(
+        "--price-per-hour",
+        "With --compare: price of an hour of each machine, for the cost of a million tokens",
+        unit="A,B",
+        parse=parse_pair,
+    )
+    from_command: str | None = flag(
+        "--from",
+        "Read a command that starts vLLM or SGLang, with its environment before it, or the file"
+        " that holds it: what becomes of each flag, what it does here, what would do better",
+        unit="command|file",
+    )
+    emit: str | None = flag(
+        "--emit",
+        "Print the launch command and environment of this engine that come nearest to the plan,"
+        " and what they cannot express",
+        choices=("metainfer", "vllm", "sglang"),
     )
     explain: bool = flag(
         "--explain", "Show where the time goes, the next layouts and why the others lose", False
@@ -57,32 +99,114 @@ class PlanOptions:
         "--output", "Write the record of the plan to a file", aliases=("-o",), unit="file"
     )
 
+    def __post_init__(self) -> None:
+        modes = [
+            name
+            for name, given in (
+                ("--compare", self.compare),
+                ("--from", self.from_command),
+                ("--emit", self.emit),
+            )
+            if given
+        ]
+        if len(modes) > 1:
+            raise UserError(f"{modes[0]} and {modes[1]} do not go together")
+        if self.compare and len(self.compare) != 2:
+            raise UserError(f"--compare takes two machines, not {len(self.compare)}")
+        if self.compare and self.machine is not None:
+            raise UserError("--compare names its machines itself: leave out --machine")
+        for name, value in (("--power-w", self.power_w), ("--price-per-hour", self.price_per_hour)):
+            if value is not None and not self.compare:
+                raise UserError(f"{name} is of --compare, which is not given")
+
 
 def run(terminal: Terminal, options: PlanOptions) -> int:
+    if options.compare:
+        written, told = _compare(options)
+    elif options.from_command is not None:
+        written, told = _advise(options)
+    else:
+        written, told = _plan(options)
+    lines = json.dumps(written, indent=2)
+    if options.output is not None:
+        options.output.write_text(lines + "\n", encoding="utf-8")
+        terminal.say(f"wrote {options.output}")
+    terminal.data(lines if options.json else told)
+    return 0
+
+
+def _plan(options: PlanOptions) -> tuple[dict[str, Any], str]:
+    """The record, and the text."""
     from metainfer.arch.shape_of import read_shape
     from metainfer.hardware.known import machine_of
+    from metainfer.plan.emit import emit
     from metainfer.plan.ledger_ranks import RankLedgers
     from metainfer.plan.search import search
     from metainfer.plan.search_record import record
     from metainfer.plan.search_text import explained, summary
 
+    model = options.model or SHIPPED_MODEL
     result = search(
-        read_shape(options.model or SHIPPED_MODEL),
+        read_shape(model),
         machine_of(options.machine),
         options.workload or Workload(),
         RankLedgers(),
         options.objective,
         options.engine,
     )
-    written = json.dumps(record(result), indent=2)
-    if options.output is not None:
-        options.output.write_text(written + "\n", encoding="utf-8")
-        terminal.say(f"wrote {options.output}")
-    if options.json:
-        terminal.data(written)
-    else:
-        terminal.data(explained(result) if options.explain else summary(result))
-    return 0
+    written = record(result)
+    if options.emit is not None:
+        emitted = emit(result, options.emit, model)
+        return {**written, "emitted": asdict(emitted)}, emitted.text()
+    return written, explained(result) if options.explain else summary(result)
+
+
+def _compare(options: PlanOptions) -> tuple[dict[str, Any], str]:
+    from metainfer.arch.shape_of import read_shape
+    from metainfer.hardware.known import machine_of
+    from metainfer.plan.compare import compare, record, text
+    from metainfer.plan.ledger_ranks import RankLedgers
+
+    first, second = options.compare
+    found = compare(
+        read_shape(options.model or SHIPPED_MODEL),
+        ((first, machine_of(first)), (second, machine_of(second))),
+        options.workload or Workload(),
+        RankLedgers(),
+        options.objective,
+        options.engine,
+        options.power_w,
+        options.price_per_hour,
+    )
+    return record(found), text(found)
+
+
+def _advise(options: PlanOptions) -> tuple[dict[str, Any], str]:
+    from metainfer.arch.shape_of import read_shape
+    from metainfer.hardware.known import machine_of
+    from metainfer.plan.advice import advise, record, text
+    from metainfer.plan.engine_commands import known_model, read_command
+    from metainfer.plan.ledger_ranks import RankLedgers
+
+    set_up = read_command(options.from_command or "")
+    model = options.model or known_model(set_up.model)
+    if not model:
+        raise UserError("the command names no model", hint="give MODEL beside it")
+    try:
+        shape = read_shape(model)
+    except UserError as error:
+        raise UserError(
+            error.message, hint="give MODEL beside --from: a directory or a known name"
+        ) from error
+    found = advise(
+        set_up,
+        shape,
+        machine_of(options.machine),
+        options.workload or Workload(),
+        RankLedgers(),
+        options.objective,
+    )
+    return record(found), text(found)
 
 
 VERB = Verb(
@@ -94,5 +218,8 @@ VERB = Verb(
         "metainfer plan deepseek-v4-flash --machine rtx-pro-6000-x8",
         "metainfer plan glm-5.3 --machine rtx-6000d-x8 --objective ttft --explain",
         "metainfer plan deepseek-v4-flash --machine l40s-x8 --workload input=32K,output=1 --json",
+        "metainfer plan glm-5.3 --compare rtx-6000d-x8 b300-x8 --power-w 4800,14000",
+        "metainfer plan --machine rtx-pro-6000-x4 --from 'vllm serve DeepSeek-V4-Flash -tp 4'",
+        "metainfer plan deepseek-v4-flash --machine rtx-pro-6000-x4 --emit sglang",
     ),
 )

@@ -20,6 +20,10 @@ from metainfer.plan.workload import Workload
 
 THROUGHPUT, TTFT, INTERACTIVE = "throughput", "ttft", "interactive"
 OBJECTIVES = (THROUGHPUT, TTFT, INTERACTIVE)
+SELF = "metainfer"
+"""The profile of this engine."""
+TIMED_ON = "sm_90"
+"""Where its kernels were timed."""
 CHUNKS = (2048, 4096, 8192, 16384)
 """Rows of the largest prefill step that are tried."""
 
@@ -108,7 +112,7 @@ def search(
     workload: Workload,
     ledger: Ledger,
     objective: str = THROUGHPUT,
-    profile: str = "metainfer",
+    profile: str = SELF,
     constants: Constants | None = None,
 ) -> Result:
     """Raises UserError where there is no GPU, where the record says too little of them, or where
@@ -307,7 +311,7 @@ def _largest_loss(
 
 
 def _notes(phases: Phases, best: Candidate, workload: Workload) -> list[str]:
-    notes = []
+    notes = [*_engine(phases, best)]
     group = best.layouts.decode.group
     links = phases.transfers
     if group > 1 and not links.p2p(group, best.layouts.decode.replicas):
@@ -320,6 +324,26 @@ def _notes(phases: Phases, best: Candidate, workload: Workload) -> list[str]:
             f"{workload.request_rate_per_s:g} requests a second are {load:.1f} times what this"
             " machine answers: the queue grows without end"
         )
+    return notes
+
+
+def _engine(phases: Phases, best: Candidate) -> list[str]:
+    """Whose efficiency was assumed, and what of the layout this version does not run."""
+    profile, layout = phases.profile, best.layouts.decode
+    notes = [f"engine {profile.name}: {profile.meaning}"]
+    if profile.name != SELF:
+        return notes
+    arch = phases.rates.arch
+    if arch != TIMED_ON:
+        notes[0] += (
+            f"; its kernels are compiled for {arch} and not timed there: rates are what the best"
+            " published kernels reach"
+        )
+    ranks = layout.group * layout.pipeline
+    if ranks > 1:
+        notes.append(f"this version serves one rank: {ranks} GPUs need *Many ranks*")
+    elif layout.replicas > 1:
+        notes.append(f"this version serves one rank: start {layout.replicas} servers, one a GPU")
     return notes
 
 

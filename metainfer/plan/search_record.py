@@ -30,6 +30,7 @@ def record(result: Result, shown: int = 10) -> dict[str, Any]:
         "workload": asdict(result.workload),
         "objective": result.objective,
         "engine": result.profile.name,
+        "engine_meaning": result.profile.meaning,
         "gathers_codes": result.phases.gathers_codes,
         "chosen": {**_candidate(result.best), "time": _times(result.best)},
         "transports": _transports(result),

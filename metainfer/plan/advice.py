@@ -1,0 +1,278 @@
+"""Advice: what a set-up of another engine does on a machine, and what would do better."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from metainfer.arch.shapes import ModelShape
+from metainfer.core.errors import UserError
+from metainfer.core.units import format_bytes, format_seconds
+from metainfer.hardware.facts import Unknown
+from metainfer.hardware.machine import Machine
+from metainfer.plan.candidates import refusal
+from metainfer.plan.cost.constants import Constants, Profile, read_constants
+from metainfer.plan.cost.phases import Phases
+from metainfer.plan.cost.predict import Prediction, predict
+from metainfer.plan.cost.shape import in_formats
+from metainfer.plan.engine_commands import VERDICTS, SetUp
+from metainfer.plan.layouts import Formats, Layouts
+from metainfer.plan.search import SELF, Fits, Ledger, Result, search
+from metainfer.plan.workload import Workload
+
+_STOCK = "stock"
+_SMALL = 0.03
+"""Less is no reason to change anything."""
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """Attributes:
+    set_up: as it was read.
+    workload: as asked, with what the command bounds.
+    now: what is predicted of it; None where it cannot run, for `problem`.
+    fits: of its fullest GPU; None likewise.
+    same: the best of the same engine; None where it has no layout.
+    ours: the best of metainfer; None likewise.
+    notes: sentences.
+    """
+
+    set_up: SetUp
+    workload: Workload
+    now: Prediction | None
+    problem: str
+    fits: Fits | None
+    same: Result | None
+    ours: Result | None
+    notes: tuple[str, ...]
+
+
+def advise(
+    set_up: SetUp,
+    shape: ModelShape,
+    machine: Machine,
+    workload: Workload,
+    ledger: Ledger,
+    objective: str,
+    constants: Constants | None = None,
+) -> Advice:
+    """Raises UserError where the machine has no GPUs or fewer than the set-up needs."""
+    constants = constants or read_constants()
+    profile = constants.profile(_STOCK)
+    if set_up.tuned:
+        known = tuple("nccl" if way == "nccl default" else way for way in profile.collectives)
+        profile = replace(profile, collectives=known)
+    if set_up.eager:
+        profile = replace(profile, step_us=constants.profile("fallback").step_us)
+    _require_gpus(set_up, machine)
+    workload = _bounded(set_up, workload)
+    now, problem, fits = _predicted(set_up, shape, machine, workload, profile, constants, ledger)
+    same = _best(shape, machine, workload, ledger, objective, _STOCK)
+    ours = _best(shape, machine, workload, ledger, objective, SELF)
+    return Advice(
+        set_up, workload, now, problem, fits, same, ours, tuple(_notes(set_up, same, machine))
+    )
+
+
+def _require_gpus(set_up: SetUp, machine: Machine) -> None:
+    if isinstance(machine.gpus, Unknown) or not machine.gpus:
+        raise UserError(
+            "there is no GPU to predict the set-up on",
+            hint="--machine takes a record or the name of a recorded machine",
+        )
+    given = min(len(machine.gpus), set_up.visible or len(machine.gpus))
+    if set_up.layout.gpus > given:
+        raise UserError(
+            f"the command needs {set_up.layout.gpus} GPUs ({set_up.layout.name}) and has {given}"
+        )
+
+
+def _bounded(set_up: SetUp, workload: Workload) -> Workload:
+    """At most as many requests as the command lets run, and as long as it allows."""
+    most = set_up.requests
+    if set_up.engine == "vllm" and most is not None:
+        most *= set_up.layout.replicas  # each of vLLM's replicas has as many
+    at_once = min(workload.requests_at_once, most or workload.requests_at_once)
+    longest = max(workload.longest_context, set_up.context_tokens or 0)
+    return replace(workload, requests_at_once=at_once, longest_context=longest)
+
+
+def _predicted(
+    set_up: SetUp,
+    shape: ModelShape,
+    machine: Machine,
+    workload: Workload,
+    profile: Profile,
+    constants: Constants,
+    ledger: Ledger,
+) -> tuple[Prediction | None, str, Fits | None]:
+    if set_up.no_peers and not isinstance(machine.peers, Unknown):
+        peers = tuple(replace(peer, p2p=False) for peer in machine.peers)
+        machine = replace(machine, peers=peers, curves=())
+    layouts = Layouts(set_up.layout, set_up.layout)
+    # What the set-up shards, its engine can shard.
+    able = replace(profile, shards_tokens=True)
+    reason = refusal(in_formats(shape, Formats(experts=set_up.experts)), layouts, able)
+    if reason:
+        return None, reason, None
+    formats = Formats(experts=set_up.experts, chunk_rows=set_up.rows)
+    fits = ledger(shape, machine, layouts, workload, formats)
+    phases = Phases(in_formats(shape, formats), machine, constants, profile)
+    if phases.problem:
+        return None, phases.problem, fits
+    return predict(phases, layouts, formats, workload), "", fits
+
+
+def _best(
+    shape: ModelShape,
+    machine: Machine,
+    workload: Workload,
+    ledger: Ledger,
+    objective: str,
+    profile: str,
+) -> Result | None:
+    try:
+        return search(shape, machine, workload, ledger, objective, profile)
+    except UserError:
+        return None
+
+
+def _notes(set_up: SetUp, same: Result | None, machine: Machine) -> Iterator[str]:
+    if set_up.speculates:
+        yield "it drafts tokens, which raises its decode rate: predictions are without that"
+    if set_up.no_peers:
+        yield "NCCL_P2P_DISABLE sends its exchanges through host memory; without it, as below"
+    if set_up.eager:
+        yield "it decodes without graphs: the host then starts every kernel of every step"
+    if not set_up.tuned and set_up.layout.group > 2 and machine.nvlink is not True:
+        yield "NCCL_MIN_NCHANNELS=8 raised large sums by 70 % on eight cards (rtx6kpro wiki)"
+    if same is None:
+        yield "no layout of this engine fits by the ledger"
+
+
+def text(found: Advice) -> str:
+    """At most 100 columns."""
+    lines = [*_flags(found.set_up), *_now(found), *_better(found)]
+    for note in found.notes:
+        lines += textwrap.wrap(note, 100, initial_indent="note       ", subsequent_indent=" " * 11)
+    return "\n".join(lines)
+
+
+def _flags(set_up: SetUp) -> list[str]:
+    lines = []
+    for verdict in VERDICTS:
+        some = [one for one in set_up.said if one.verdict == verdict]
+        if some:
+            lines.append(f"{verdict}:")
+        for one in some:
+            told = "; ".join(filter(None, (one.to, one.why)))
+            arrow = f" -> {told}" if told else ""
+            lines += textwrap.wrap(
+                f"{one.written}{arrow}", 100, initial_indent="  ", subsequent_indent="      "
+            )
+    return [*lines, ""]
+
+
+def _now(found: Advice) -> list[str]:
+    set_up, work = found.set_up, found.workload
+    lines = [
+        f"workload   {work.input_tokens:,} tokens in, {work.output_tokens:,} out,"
+        f" {work.requests_at_once} at once; contexts to {work.longest_context:,}",
+        f"as it is   {set_up.engine}, {set_up.layout.name}, chunks of {set_up.rows:,} rows",
+    ]
+    if found.now is None:
+        lines += textwrap.wrap(
+            f"cannot run: {found.problem}", 100, initial_indent=" " * 11, subsequent_indent=" " * 11
+        )
+        return lines
+    lines.append(f"           {_rates(found.now)}")
+    if found.fits is not None and not found.fits.fits:
+        lines += textwrap.wrap(
+            f"by the ledger it does not fit: {found.fits.reason}",
+            100,
+            initial_indent=" " * 11,
+            subsequent_indent=" " * 11,
+        )
+    elif found.fits is not None:
+        lines.append(
+            f"           {format_bytes(found.fits.total_bytes)} of"
+            f" {format_bytes(found.fits.limit_bytes)} on the fullest GPU"
+        )
+    return lines
+
+
+def _better(found: Advice) -> list[str]:
+    lines: list[str] = []
+    for label, result in (("better", found.same), ("metainfer", found.ours)):
+        if result is None:
+            continue
+        best = result.best
+        gain = gain_of(found, result)
+        if label == "better" and gain is not None and gain < _SMALL:
+            lines.append(f"{label:<11}no layout of this engine is more than {_SMALL:.0%} better")
+            continue
+        whose = found.set_up.engine if label == "better" else "this engine's own plan"
+        more = "" if gain is None else f": {gain:+.0%} requests a second"
+        told = f"{whose}, {best.layouts.name}, chunks of {best.formats.chunk_rows:,} rows{more}"
+        lines += textwrap.wrap(told, 100, initial_indent=f"{label:<11}", subsequent_indent=" " * 11)
+        lines.append(f"           {_rates(best.prediction)}")
+    return lines
+
+
+def gain_of(found: Advice, result: Result) -> float | None:
+    """Requests a second more than now, as a share; None where nothing runs now."""
+    if found.now is None:
+        return None
+    return result.best.prediction.requests_per_s / found.now.requests_per_s - 1.0
+
+
+def _rates(told: Prediction) -> str:
+    return (
+        f"{told.input_per_s:,.0f} input tok/s (+-{told.input_error:.0%}), TTFT"
+        f" {format_seconds(told.ttft_s)}, TPOT {told.tpot_s * 1e3:.1f} ms"
+        f" (+-{told.decode_error:.0%}), {told.requests_per_s:.3g} requests/s"
+    )
+
+
+def record(found: Advice) -> dict[str, Any]:
+    """JSON-ready."""
+    set_up = found.set_up
+    return {
+        "version": 1,
+        "kind": "advice",
+        "engine": set_up.engine,
+        "model": set_up.model,
+        "layout": asdict(set_up.layout),
+        "chunk_rows": set_up.rows,
+        "flags": [asdict(one) for one in set_up.said],
+        "workload": asdict(found.workload),
+        "now": None if found.now is None else _numbers(found.now),
+        "problem": found.problem,
+        "fits": None if found.fits is None else found.fits.fits,
+        "better": [
+            {
+                "engine": result.profile.name,
+                "layout": result.best.layouts.name,
+                "chunk_rows": result.best.formats.chunk_rows,
+                "gain": gain_of(found, result),
+                **_numbers(result.best.prediction),
+            }
+            for result in (found.same, found.ours)
+            if result is not None
+        ],
+        "notes": list(found.notes),
+    }
+
+
+def _numbers(told: Prediction) -> dict[str, float]:
+    return {
+        "input_tokens_per_s": told.input_per_s,
+        "ttft_s": told.ttft_s,
+        "tpot_s": told.tpot_s,
+        "output_tokens_per_s": told.output_per_s,
+        "requests_per_s": told.requests_per_s,
+        "input_uncertainty": told.input_error,
+        "decode_uncertainty": told.decode_error,
+    }

@@ -1,0 +1,160 @@
+"""The launch command of an engine that comes nearest to a plan, and what it cannot express."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from metainfer.hardware.facts import Unknown
+from metainfer.ops.attention import DENSE
+from metainfer.plan.engine_commands import SGLANG, VLLM
+from metainfer.plan.layouts import RELEASED
+from metainfer.plan.search import Candidate, Result
+
+METAINFER = "metainfer"
+ENGINES = (METAINFER, VLLM, SGLANG)
+
+_CHANNELS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Emitted:
+    """Attributes:
+    engine: whose commands these are.
+    commands: one for each server, with its environment before it.
+    lost: sentences: what of the plan they do not say.
+    """
+
+    engine: str
+    commands: tuple[str, ...]
+    lost: tuple[str, ...]
+
+    def text(self) -> str:
+        notes = [f"# not expressed: {sentence}" for sentence in self.lost]
+        return "\n".join([*self.commands, *notes])
+
+
+def emit(result: Result, engine: str, model: str) -> Emitted:
+    """Of the best layout.
+
+    Args:
+        model: as the engine is to be told, a directory or a name.
+    """
+    best = result.best
+    makers = {METAINFER: _metainfer, VLLM: _vllm, SGLANG: _sglang}
+    layout = best.layouts.decode
+    servers = 1 if engine == SGLANG else layout.replicas
+    each = layout.group * layout.pipeline
+    commands = []
+    for server in range(servers):
+        environment = list(_environment(result, engine))
+        if servers > 1:
+            gpus = ",".join(str(server * each + place) for place in range(each))
+            environment.insert(0, f"CUDA_VISIBLE_DEVICES={gpus}")
+        words = makers[engine](result, best, model)
+        if servers > 1:
+            words += ["--port", str(8000 + server)]
+        commands.append(" ".join([*environment, *map(shlex.quote, words)]))
+    return Emitted(engine, tuple(commands), tuple(_lost(result, best, engine)))
+
+
+def _requests(result: Result, best: Candidate) -> int:
+    """Of one server."""
+    return -(-result.workload.requests_at_once // best.layouts.decode.replicas)
+
+
+def _metainfer(result: Result, best: Candidate, model: str) -> list[str]:
+    layout = best.layouts.decode
+    words = ["metainfer", "serve", model, "--max-model-len", str(result.workload.longest_context)]
+    words += ["--max-num-seqs", str(_requests(result, best))]
+    words += ["--max-num-batched-tokens", str(best.formats.chunk_rows)]
+    if layout.tensor > 1:
+        words += ["--tensor-parallel-size", str(layout.tensor)]
+    if best.formats.latents != RELEASED:
+        words += ["--kv-cache-dtype", best.formats.latents]
+    return words
+
+
+def _vllm(result: Result, best: Candidate, model: str) -> list[str]:
+    layout = best.layouts.decode
+    words = ["vllm", "serve", model, "--max-model-len", str(result.workload.longest_context)]
+    words += ["--max-num-seqs", str(_requests(result, best))]
+    words += ["--max-num-batched-tokens", str(best.formats.chunk_rows)]
+    words += _count("--tensor-parallel-size", layout.tensor)
+    words += _count("--pipeline-parallel-size", layout.pipeline)
+    if layout.expert == layout.group > 1:
+        words.append("--enable-expert-parallel")
+    words += _count("--decode-context-parallel-size", layout.kv_shards)
+    return [*words, *_cache_format(result, best, "fp8")]
+
+
+def _sglang(result: Result, best: Candidate, model: str) -> list[str]:
+    layout = best.layouts.decode
+    words = ["python", "-m", "sglang.launch_server", "--model-path", model]
+    words += ["--context-length", str(result.workload.longest_context)]
+    words += ["--max-running-requests", str(result.workload.requests_at_once)]
+    words += ["--chunked-prefill-size", str(best.formats.chunk_rows)]
+    words += _count("--tp-size", layout.tensor)
+    words += _count("--pp-size", layout.pipeline)
+    words += _count("--dp-size", layout.replicas)
+    words += _count("--ep-size", layout.expert)
+    return [*words, *_cache_format(result, best, "fp8_e4m3")]
+
+
+def _count(name: str, count: int) -> list[str]:
+    return [name, str(count)] if count > 1 else []
+
+
+def _cache_format(result: Result, best: Candidate, spelled: str) -> list[str]:
+    released = result.shape.side.entry_format
+    latents = best.formats.latents
+    coded = latents == "fp8" or (latents == RELEASED and released != DENSE)
+    return ["--kv-cache-dtype", spelled] if coded else []
+
+
+def _environment(result: Result, engine: str) -> Iterator[str]:
+    """What NCCL gets wrong on PCIe by itself."""
+    layout = result.best.layouts.decode
+    machine = result.machine
+    if engine == METAINFER or layout.group == 1 or machine.nvlink is True:
+        return
+    if result.phases.transfers.p2p(layout.group, layout.replicas * layout.pipeline):
+        yield "NCCL_P2P_LEVEL=SYS"
+    if layout.group > 2:
+        yield f"NCCL_MIN_NCHANNELS={_CHANNELS}"
+
+
+def _lost(result: Result, best: Candidate, engine: str) -> Iterator[str]:
+    before, layout = best.layouts.prefill, best.layouts.decode
+    if engine == METAINFER:
+        yield from _not_yet(best)
+    elif before.context > 1:
+        yield (
+            f"prompts divided by tokens over {before.context} ranks (CP{before.context}): heads"
+            " are divided instead"
+        )
+    if engine == SGLANG and layout.kv_shards > 1:
+        yield f"caches of decoding divided over {layout.kv_shards} ranks"
+    if engine == VLLM and 1 < layout.expert < layout.group:
+        yield f"experts in {layout.expert} parts of {layout.group} ranks: slices of each instead"
+    if engine != METAINFER and best.formats.wire != "bf16":
+        yield f"activations of prompts in {best.formats.wire} between ranks"
+    for name, form in (("experts", best.formats.experts), ("other matrices", best.formats.linear)):
+        if form != RELEASED:
+            yield f"{name} in {form}: name a checkpoint that has them so"
+    if result.shape.engram is not None and engine != METAINFER:
+        yield f"n-gram tables on {best.formats.engram}: where they lie is the engine's choice"
+    machine = result.machine
+    unused = 0 if isinstance(machine.gpus, Unknown) else len(machine.gpus) - layout.gpus
+    if unused > 0:
+        yield f"{unused} GPUs are not used"
+
+
+def _not_yet(best: Candidate) -> Iterator[str]:
+    before, layout = best.layouts.prefill, best.layouts.decode
+    ranks = layout.group * layout.pipeline
+    if ranks > 1:
+        yield f"this version serves one rank: {ranks} GPUs need *Many ranks*"
+    if before.context > 1 or layout.pipeline > 1 or layout.kv_shards > 1:
+        yield f"{best.layouts.name} has no flags yet beyond its tensor ranks"

@@ -1,0 +1,293 @@
+"""Commands that start vLLM or SGLang, read flag by flag (data/engine_flags.json)."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path, PurePosixPath
+
+from metainfer.arch.families import known_names
+from metainfer.core.config import parse_count
+from metainfer.core.errors import UserError
+from metainfer.plan.layouts import RELEASED, Layout
+
+_FILE = Path(__file__).parent / "data" / "engine_flags.json"
+
+VLLM, SGLANG = "vllm", "sglang"
+KEPT, MAPPED, NO_EFFECT, ABSENT, UNKNOWN = "kept", "mapped", "no effect", "absent", "unknown"
+VERDICTS = (KEPT, MAPPED, ABSENT, NO_EFFECT, UNKNOWN)
+"""Of a flag: metainfer has it, has it otherwise, does not have what it does, needs none; none that
+is known here."""
+
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
+_STARTS = {
+    VLLM: (("vllm", "serve"), ("-m", "vllm.entrypoints.openai.api_server")),
+    SGLANG: (("-m", "sglang.launch_server"), ("sglang", "serve")),
+}
+_CHUNKS = {VLLM: 8192, SGLANG: 8192}
+"""Rows of the largest prefill step where the command does not say."""
+
+
+@dataclass(frozen=True, slots=True)
+class KnownFlag:
+    """Attributes:
+    names: all spellings.
+    takes: "value", "many" or "switch".
+    verdict: one of `VERDICTS`.
+    to: what it is kept or mapped as.
+    why: in a few words; "" where `to` says all.
+    part: what of the set-up it says, "" for nothing that is predicted.
+    """
+
+    names: tuple[str, ...]
+    takes: str
+    verdict: str
+    to: str
+    why: str
+    part: str
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """A variable of the environment: what it does, and what to do about it."""
+
+    name: str
+    part: str
+    effect: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """One flag or variable of a command, and what becomes of it."""
+
+    written: str
+    verdict: str
+    to: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class SetUp:
+    """What a command starts.
+
+    Attributes:
+        engine: "vllm" or "sglang".
+        model: as it is named there; "" where it is not.
+        layout: of decoding and, as these engines have it, of prompts.
+        chunk_rows, requests, context_tokens: None where the command leaves them to the engine.
+        tuned: NCCL's channels are set.
+        no_peers: peer access is switched off.
+        eager: decoding without graphs.
+        speculates: drafts tokens.
+        visible: GPUs that it may use; None for all.
+        experts: format of routed experts that the checkpoint's name tells, as `Formats.experts`.
+        said: each flag and variable, in the command's order.
+    """
+
+    engine: str
+    model: str
+    layout: Layout
+    chunk_rows: int | None
+    requests: int | None
+    context_tokens: int | None
+    tuned: bool
+    no_peers: bool
+    eager: bool
+    speculates: bool
+    visible: int | None
+    experts: str
+    said: tuple[Said, ...]
+
+    @property
+    def rows(self) -> int:
+        return self.chunk_rows or _CHUNKS[self.engine]
+
+
+def known_model(named: str) -> str:
+    """The known name that a repository or directory of the model has; `named` where none fits."""
+    last = PurePosixPath(named).name.lower()
+    fitting = [name for name in known_names() if last.startswith(name)]
+    return max(fitting, key=len, default=named)
+
+
+def read_command(text: str) -> SetUp:
+    """Of a command or of the file that holds it.
+
+    Raises UserError where no engine is started, and for values that are no numbers.
+    """
+    path = Path(text)
+    if "\n" not in text and len(text) < 4096 and path.is_file():
+        text = path.read_text(encoding="utf-8", errors="replace")
+    words = _words(text)
+    engine, start = _engine(words)
+    values: dict[str, str] = {}
+    said = [_variable(word, values) for word in words[:start] if _VARIABLE.match(word)]
+    said += _read_flags(engine, words[start:], values)
+    return _set_up(engine, values, said)
+
+
+def _words(text: str) -> list[str]:
+    lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
+    joined = "\n".join(lines).replace("\\\n", " ")
+    try:
+        words = shlex.split(joined)
+    except ValueError as error:
+        raise UserError(f"the command does not read as a shell's: {str(error).lower()}") from error
+    return [word for word in words if word not in ("export", "env", "exec", "\\")]
+
+
+def _engine(words: Sequence[str]) -> tuple[str, int]:
+    """Which it starts, and the place of its first argument."""
+    for place in range(len(words) - 1):
+        first = PurePosixPath(words[place]).name if words[place][:1] != "-" else words[place]
+        for engine, starts in _STARTS.items():
+            if (first, words[place + 1]) in starts:
+                return engine, place + 2
+    raise UserError(
+        "the command starts neither vLLM nor SGLang",
+        hint="such as 'vllm serve MODEL -tp 4', 'python -m sglang.launch_server --model-path M'",
+    )
+
+
+def _read_flags(engine: str, words: Sequence[str], values: dict[str, str]) -> list[Said]:
+    known = {name: flag for flag in flags_of_engine(engine) for name in flag.names}
+    said: list[Said] = []
+    place = 0
+    while place < len(words):
+        word = words[place]
+        place += 1
+        if not _is_flag(word):
+            said.append(_positional(word, engine, values))
+            continue
+        name, sign, value = word.partition("=")
+        name = "--" + name[2:].replace("_", "-") if name.startswith("--") else name
+        taken = [value] if sign else []
+        if not sign and not (name in known and known[name].takes == "switch"):
+            many = name in known and known[name].takes == "many"
+            while place < len(words) and not _is_flag(words[place]) and (many or not taken):
+                taken.append(words[place])
+                place += 1
+        if name in ("--model", "--model-path"):
+            values["model"] = taken[0] if taken else ""
+            said.append(Said(f"{name} {values['model']}", KEPT, "MODEL", ""))
+            continue
+        written = " ".join([name, *taken])
+        if name not in known:
+            said.append(Said(written, UNKNOWN, "", "not a flag that is known here"))
+            continue
+        flag = known[name]
+        if flag.part:
+            values[flag.part] = taken[0] if taken else "1"
+        said.append(Said(written, flag.verdict, flag.to, flag.why))
+    return said
+
+
+def _is_flag(word: str) -> bool:
+    return word.startswith("-") and not re.fullmatch(r"-?\d+(\.\d+)?", word)
+
+
+def _positional(word: str, engine: str, values: dict[str, str]) -> Said:
+    if engine == VLLM and "model" not in values:
+        values["model"] = word
+        return Said(word, KEPT, "MODEL", "")
+    return Said(word, UNKNOWN, "", "not part of such a command")
+
+
+def _variable(word: str, values: dict[str, str]) -> Said:
+    name, _, value = word.partition("=")
+    for known in variables():
+        if known.name == name:
+            if known.part:
+                values[known.part] = value
+            return Said(word, MAPPED, known.effect, known.why)
+    return Said(word, UNKNOWN, "", "not a variable that is known here")
+
+
+def _set_up(engine: str, values: Mapping[str, str], said: Sequence[Said]) -> SetUp:
+    tensor = _number(values, "tensor", 1)
+    group = tensor
+    replicas = _number(values, "replicas", 1)
+    expert = _number(values, "expert", 1)
+    if "expert_all" in values:
+        expert = group
+    layout = Layout(
+        replicas=replicas,
+        tensor=tensor,
+        pipeline=_number(values, "pipeline", 1),
+        expert=_dividing(expert, group, "expert parts"),
+        kv_shards=_dividing(_number(values, "kv_shards", 1), group, "shards of caches"),
+    )
+    visible = values.get("visible")
+    return SetUp(
+        engine=engine,
+        model=values.get("model", ""),
+        layout=layout,
+        chunk_rows=_optional(values, "chunk"),
+        requests=_optional(values, "requests"),
+        context_tokens=_optional(values, "context_tokens"),
+        tuned=_optional_number(values.get("tuned")) >= 8,
+        no_peers=values.get("no_peers", "0") not in ("0", ""),
+        eager="eager" in values,
+        speculates="speculation" in values,
+        visible=None if not visible else len(visible.split(",")),
+        experts=_experts(values.get("model", ""), said),
+        said=tuple(said),
+    )
+
+
+def _experts(model: str, said: Sequence[Said]) -> str:
+    told = " ".join([model, *(one.written for one in said if "quantization" in one.written)])
+    if any(word in told.lower() for word in ("nvfp4", "modelopt_fp4", "fp4-nv")):
+        return "nvfp4"
+    return RELEASED
+
+
+def _dividing(count: int, group: int, what: str) -> int:
+    if group % count:
+        raise UserError(f"{count} {what} do not divide {group} ranks")
+    return count
+
+
+def _number(values: Mapping[str, str], part: str, default: int) -> int:
+    found = _optional(values, part)
+    return default if found is None else found
+
+
+def _optional(values: Mapping[str, str], part: str) -> int | None:
+    text = values.get(part)
+    if text is None or text in ("auto", "-1"):
+        return None
+    try:
+        number = parse_count(text)
+    except ValueError as error:
+        raise UserError(f"the command gives '{text}' where a number must be") from error
+    if number < 1:
+        raise UserError(f"the command gives {number} where at least 1 must be")
+    return number
+
+
+def _optional_number(text: str | None) -> int:
+    return int(text) if text is not None and text.isdigit() else 0
+
+
+@cache
+def flags_of_engine(engine: str) -> tuple[KnownFlag, ...]:
+    rows = json.loads(_FILE.read_text(encoding="utf-8"))["flags"]
+    return tuple(
+        KnownFlag(
+            tuple(row["names"]), row["takes"], row["verdict"], row["to"], row["why"], row["part"]
+        )
+        for row in rows
+        if engine in row["engines"]
+    )
+
+
+@cache
+def variables() -> tuple[Variable, ...]:
+    rows = json.loads(_FILE.read_text(encoding="utf-8"))["variables"]
+    return tuple(Variable(**row) for row in rows)
