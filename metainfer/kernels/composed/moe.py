@@ -79,7 +79,10 @@ def _grouped(
     y = torch.where(
         (ids[order] < case.experts).unsqueeze(1), y * weights_TK.flatten()[order].unsqueeze(1), 0.0
     )
-    return torch.zeros(x_TD.shape, device=x_TD.device).index_add_(0, rows, y)
+    # Not index_add_: on a GPU its sums differ from run to run.
+    y_PD = torch.empty_like(y)
+    y_PD[order] = y
+    return y_PD.view(*ids_TK.shape, -1).sum(1)
 
 
 def _hidden(case: ExpertsCase, gate_up: torch.Tensor) -> torch.Tensor:
