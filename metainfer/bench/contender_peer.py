@@ -16,6 +16,7 @@ from metainfer.bench.contender import Prompts, Timing
 from metainfer.bench.peer_transformers import PeerSession, load_peer
 from metainfer.bench.traffic import Arrival, Served
 from metainfer.core.errors import UserError
+from metainfer.kernels.gpu.current import use_device
 from metainfer.plan.settings import EngineSettings, LoadFormat
 from metainfer.weights.dummy import DummyCheckpoint
 from metainfer.weights.load import Checkpoint
@@ -29,6 +30,7 @@ class PeerContender:
         self, model: Path, settings: EngineSettings, dtype: str, device: str, threads: int
     ) -> None:
         torch.set_num_threads(threads)
+        use_device(device)
         self._dtype = dtype
         self._device = torch.device(device)
         self._prompt_tokens = 0

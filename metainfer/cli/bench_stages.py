@@ -83,7 +83,7 @@ def run(
     ready = prepared(load, settings, {text: text for text in load.settings})
     contestants = list(ready.contestants)
     if load.against == TRANSFORMERS:
-        contestants.insert(0, _transformers(ready))
+        contestants.insert(0, transformers_contestant(ready))
     with terminal.progress("taken", "turns") as progress:
         measured = measure(load, contestants, ready.arch, progress.update, terminal.say)
     if load.rounds and not load.check_positions:
@@ -100,7 +100,8 @@ def _is_open(setting: str) -> bool:
     return setting.partition(",")[0].strip() == OPEN_STAGE
 
 
-def _transformers(ready: Prepared) -> Contestant:
+def transformers_contestant(ready: Prepared) -> Contestant:
+    """On the engine's device."""
     from metainfer.bench.stages import Contestant
     from metainfer.hardware.machine import Unknown
 
@@ -110,7 +111,7 @@ def _transformers(ready: Prepared) -> Contestant:
         "side": ready.engine.dtype or "bfloat16",
         "model": ready.model,
         "settings": asdict(ready.engine),
-        "device": "cuda" if gpu else "cpu",
+        "device": (ready.engine.device or "cuda") if gpu else "cpu",
         "threads": ready.threads,
     }
     return Contestant(TRANSFORMERS, setup, ready.threads)

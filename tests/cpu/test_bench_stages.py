@@ -24,10 +24,13 @@ from metainfer.bench.stages import Contestant, StagesRun, measure, require_turns
 from metainfer.bench.stages_report import record, text_report, wrong_positions
 from metainfer.bench.stages_settings import StagesLoad
 from metainfer.bench.traffic import Pattern, draw_arrivals
+from metainfer.cli.bench_stages import Prepared, transformers_contestant
 from metainfer.core.errors import UserError
+from metainfer.hardware.machine import Gpu
 from metainfer.ops.kernel_order import COMPOSED
 from metainfer.plan.settings import EngineSettings
 from tests.fakes.command import metainfer
+from tests.fakes.machines import GIB, make_machine
 
 ARCH = tiny_arch()
 BASE = EngineSettings(max_num_seqs=3)
@@ -347,3 +350,14 @@ def _asked_of(load: StagesLoad, side: Scripted) -> list[dict[str, Any]]:
         patch.setattr(stages, "_process", lambda _: nullcontext(side))
         run(replace(load, settings=("tuned",)))
     return asked
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:1", None])
+def test_transformers_runs_on_the_device_of_the_engine(device: str | None) -> None:
+    gpus = (Gpu("Quick", (9, 0), 80 * GIB, 80 * GIB),) * 2
+    for there in (gpus, ()):
+        ready = Prepared(
+            make_machine(gpus=there), tiny_arch(), "tiny", EngineSettings(device=device), 2, []
+        )
+        expected = (device or "cuda") if there else "cpu"
+        assert transformers_contestant(ready).setup["device"] == expected
