@@ -154,6 +154,8 @@ def _reports(terminal: Terminal, options: CoverageOptions) -> list[dict[str, Any
     from metainfer.hardware.probe import probe
     from metainfer.kernels.coverage import Request, cover
     from metainfer.kernels.coverage_report import Subject, cards_that_ran, report
+    from metainfer.kernels.tune_record import find_here
+    from metainfer.kernels.tuned import UNTUNED
     from metainfer.ops.use import merged
     from metainfer.ops.uses import uses_of
     from metainfer.plan.caches import cache_dtypes
@@ -181,8 +183,15 @@ def _reports(terminal: Terminal, options: CoverageOptions) -> list[dict[str, Any
         )
         for ranks in options.tensor_parallel_sizes
     }
-    requests = [Request(uses[one.ranks], one.kind, longest) for one in subjects]
-    workers = options.workers or min(_MOST_WORKERS, probe().cpu.logical_cores)
+    machine = probe()
+    tuned = dict.fromkeys(kinds, UNTUNED)
+    if options.machine is None:
+        tuned = {
+            target: find_here(machine, kind.target).tuned(kind.target)
+            for target, kind in kinds.items()
+        }
+    requests = [Request(uses[one.ranks], one.kind, longest, tuned[one.target]) for one in subjects]
+    workers = options.workers or min(_MOST_WORKERS, machine.cpu.logical_cores)
     with terminal.progress("compiled", "pieces of code") as progress:
         found = cover(
             requests,

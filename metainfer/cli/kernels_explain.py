@@ -14,6 +14,7 @@ from metainfer.cli.terminal import Terminal
 from metainfer.cli.verb import Verb
 from metainfer.core.config import REQUIRED, flag
 from metainfer.core.errors import UserError
+from metainfer.kernels.tuned import DEFAULT, backend_of
 from metainfer.ops.targets import CARD_KINDS
 
 if TYPE_CHECKING:
@@ -99,13 +100,17 @@ def _cases(op: Op, options: ExplainOptions) -> Iterator[Any]:
 
 def _explained(op: Op, cases: Sequence[Any], targets: Sequence[str]) -> list[dict[str, Any]]:
     """A record for each case and target."""
+    from metainfer.hardware.probe import probe
     from metainfer.kernels.on_paper import choose, registry_for
+    from metainfer.kernels.tune_record import find_here
     from metainfer.ops.base import Target
 
+    machine = probe()
     told = []
     for name in targets:
         kind = CARD_KINDS.get(name)
-        registry, target = registry_for(kind), Target(_CPU) if kind is None else kind.target
+        target = Target(_CPU) if kind is None else kind.target
+        registry = registry_for(kind).with_tuned(find_here(machine, target).tuned(target))
         for case in cases:
             choice = choose(registry, op.name, case, target)
             told.append(
@@ -113,6 +118,9 @@ def _explained(op: Op, cases: Sequence[Any], targets: Sequence[str]) -> list[dic
                     "case": asdict(case),
                     "target": name,
                     "chosen": choice.backend,
+                    "parts": [asdict(part) for part in choice.parts],
+                    "runs_on": choice.runs_on,
+                    "why": choice.why,
                     "order": list(registry.capabilities(target).default_order_of(op.name)),
                     "verdicts": [
                         {"backend": backend, "serves": verdict.ok, "reason": verdict.reason}
@@ -138,13 +146,15 @@ def _text(op: Op, told: Sequence[dict[str, Any]]) -> str:
 
 
 def _verdict(one: dict[str, Any]) -> str:
-    chosen = one["chosen"] or "nothing but the reference"
+    chosen = one["runs_on"] + ("" if one["why"] == DEFAULT else f" ({one['why']})")
+    running = {backend_of(part["candidate"]) for part in one["parts"]}
     others = [
         f"{verdict['backend']}: {verdict['reason'] or 'serves it too'}"
         for verdict in one["verdicts"]
-        if verdict["backend"] != one["chosen"] and verdict["backend"] in one["order"]
+        if verdict["backend"] not in running and verdict["backend"] in one["order"]
     ]
-    return "; ".join([f"{chosen} runs" if one["chosen"] else chosen, *others])
+    told = f"{chosen} runs" if one["chosen"] else "nothing but the reference"
+    return "; ".join([told, *others])
 
 
 VERB = Verb(

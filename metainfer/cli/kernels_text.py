@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from metainfer.kernels.tuned import DEFAULT
 from metainfer.ops.kernel_order import NO_KERNEL
 
 WIDTH = 98
@@ -48,7 +49,7 @@ def coverage_text(report: Mapping[str, Any]) -> str:
         first = rows[0]
         times = f" ({first['times']} times a pass)" if first["times"] > 1 else ""
         lines += wrapped(f"{first['op']}: {told_case(first['case'])}{times}")
-        for alike in _groups(rows, "backend", "launches", "code", "torch_calls", "problems"):
+        for alike in _groups(rows, "runs_on", "why", "launches", "code", "torch_calls", "problems"):
             lines += _facts(", ".join(row["phase"] for row in alike), alike[0])
     bad = [row for row in report["rows"] if not row["ok"]]
     if bad:
@@ -68,7 +69,9 @@ def _groups(rows: Sequence[Mapping[str, Any]], *keys: str) -> Iterator[list[Mapp
 
 
 def _facts(phases: str, row: Mapping[str, Any]) -> list[str]:
-    facts = [f"{phases}: {row['backend'] or 'NOTHING'}"]
+    facts = [f"{phases}: {row['runs_on'] or 'NOTHING'}"]
+    if row["why"] not in ("", DEFAULT):
+        facts.append(row["why"])
     if row["launches"]:
         facts += [
             "1 launch" if row["launches"] == 1 else f"{row['launches']} launches",

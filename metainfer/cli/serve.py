@@ -98,12 +98,18 @@ def run(
 
 
 def say_kernels(terminal: Terminal, kernels: Sequence[Kernel]) -> None:
-    """One line for each op: the implementation that runs it, and in how many layers; an op whose
-    cases have several has a line for each."""
-    counts = Counter((kernel.op, kernel.backend) for kernel in kernels)
-    terminal.say(f"{'operation':<30}  {'runs on':<12}  uses")
-    for (op, backend), uses in sorted(counts.items()):
-        terminal.say(f"{op:<30}  {backend:<12}  {uses}")
+    """One line for each op: the implementation that runs it, in how many layers, and why that one;
+    an op whose cases have several has a line for each."""
+    counts = Counter((kernel.op, kernel.runs_on) for kernel in kernels)
+    reasons: dict[tuple[str, str], dict[str, None]] = {}
+    for kernel in kernels:
+        reasons.setdefault((kernel.op, kernel.runs_on), {})[kernel.why] = None
+    wide = max((len(runs_on) for _, runs_on in counts), default=0)
+    terminal.say(f"{'operation':<30}  {'runs on':<{wide}}  uses  why")
+    for (op, runs_on), uses in sorted(counts.items()):
+        first, *others = reasons[op, runs_on]
+        more = f", and {len(others)} more" if others else ""
+        terminal.say(f"{op:<30}  {runs_on:<{wide}}  {uses:>4}  {first}{more}")
     terminal.say()
 
 

@@ -20,11 +20,12 @@ from metainfer.kernels.builtin import builtin_registry
 from metainfer.kernels.compare import run
 from metainfer.kernels.inputs.base import Draw
 from metainfer.kernels.inputs.load import at_load
-from metainfer.kernels.on_paper import choose
+from metainfer.kernels.on_paper import Choice, choose
 from metainfer.kernels.triton.compile_all import Outcome, compile_all
 from metainfer.kernels.triton.launch import shared_limit
 from metainfer.kernels.triton.machine_code import TENSOR_MEMORY_COLUMNS, MachineCode
 from metainfer.kernels.triton.record import RecordingLauncher
+from metainfer.kernels.tuned import UNTUNED, Tuned
 from metainfer.ops.base import Load
 from metainfer.ops.targets import CardKind
 from metainfer.ops.use import DECODE, PREFILL, Use
@@ -60,12 +61,14 @@ class Row:
     """One use in one phase.
 
     Attributes:
-        backend: which would run; "" where none would, or a reference.
+        backend: which would run most rows; "" where none would, or a reference.
         refused: better ones, and why each does not serve.
         launches: most launches of one call.
         pieces: code of all its calls, each once.
         torch_calls: operations of torch that its calls run beside launches.
         problem: why it is not covered; "" where it is.
+        runs_on: all that would run it, and how many rows each.
+        why: who chose.
     """
 
     use: Use
@@ -76,6 +79,8 @@ class Row:
     pieces: tuple[Piece, ...]
     torch_calls: tuple[str, ...]
     problem: str
+    runs_on: str = ""
+    why: str = ""
 
     @property
     def problems(self) -> list[str]:
@@ -104,8 +109,7 @@ class _Recorded:
 
     use: Use
     phase: str
-    backend: str
-    refused: tuple[tuple[str, str], ...]
+    choice: Choice
     launches: int = 0
     units: tuple[Any, ...] = ()
     torch_calls: tuple[str, ...] = ()
@@ -118,11 +122,13 @@ class Request:
 
     Attributes:
         longest: tokens of the longest sequence of the model.
+        tuned: what was measured on such a card.
     """
 
     uses: tuple[Use, ...]
     kind: CardKind
     longest: int = _TOKENS
+    tuned: Tuned = UNTUNED
 
 
 def cover(
@@ -161,7 +167,7 @@ def cover(
             ],
             DECODE: [Load(rows, tokens) for rows in decode_rows],
         }
-        recorder = _Recorder(request.kind, loads, order)
+        recorder = _Recorder(request, loads, order)
         found.append([recorder.record(use, phase) for use in request.uses for phase in use.phases])
     capabilities = [request.kind.capability for request in requests]
     jobs = [
@@ -187,9 +193,10 @@ def _largest(prefill_rows: Sequence[int], longest: int) -> Load:
 class _Recorder:
     """Chooses backends for one target and notes what they would launch."""
 
-    def __init__(self, kind: CardKind, loads: Mapping[str, Sequence[Load]], order: str) -> None:
+    def __init__(self, request: Request, loads: Mapping[str, Sequence[Load]], order: str) -> None:
+        kind = request.kind
         self._launch = RecordingLauncher(kind.capability, kind.multiprocessors)
-        self._registry = builtin_registry(self._launch)
+        self._registry = builtin_registry(self._launch).with_tuned(request.tuned)
         self._registry.check_order(order)
         self._target = kind.target
         self._loads = loads
@@ -197,9 +204,8 @@ class _Recorder:
 
     def record(self, use: Use, phase: str) -> _Recorded:
         choice = choose(self._registry, use.op, use.case, self._target, self._order)
-        chosen, refused = choice.backend, choice.refused
         if choice.is_slow:
-            return _Recorded(use, phase, chosen, refused, problem="only the reference serves it")
+            return _Recorded(use, phase, choice, problem="only the reference serves it")
         self._launch.launches.clear()
         calls: dict[str, None] = {}
         most = 0
@@ -208,13 +214,13 @@ class _Recorder:
             try:
                 inputs = at_load(use.op, use.case, load, Draw(0, "meta"))
                 with _TorchCalls(calls):
-                    run(self._registry, use.op, chosen, use.case, inputs)
+                    run(self._registry, use.op, choice.at(load.rows), use.case, inputs)
             except Exception as error:  # whatever a backend raises is what is to be reported
                 said = f"{type(error).__name__}: {error}".split("\n")[0]
                 problem = f"{load.rows} rows cannot be recorded: {said}"
-                return _Recorded(use, phase, chosen, refused, problem=problem)
+                return _Recorded(use, phase, choice, problem=problem)
             most = max(most, len(self._launch.launches) - before)
-        return _Recorded(use, phase, chosen, refused, most, self._launch.units(), tuple(calls))
+        return _Recorded(use, phase, choice, most, self._launch.units(), tuple(calls))
 
 
 class _TorchCalls(TorchDispatchMode):
@@ -243,12 +249,14 @@ def _row(row: _Recorded, capability: tuple[int, int], outcomes: Mapping[Any, Out
     return Row(
         row.use,
         row.phase,
-        row.backend,
-        row.refused,
+        row.choice.backend,
+        row.choice.refused,
         row.launches,
         pieces,
         row.torch_calls,
         problem,
+        row.choice.runs_on,
+        row.choice.why,
     )
 
 

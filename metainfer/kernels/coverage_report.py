@@ -82,6 +82,8 @@ def _row(row: Row, ran: Ran) -> dict[str, Any]:
         "times": row.use.times,
         "served": row.use.served,
         "backend": row.backend,
+        "runs_on": row.runs_on,
+        "why": row.why,
         "refused": [{"backend": name, "reason": reason} for name, reason in row.refused],
         "ok": row.ok,
         "problems": row.problems,

@@ -223,8 +223,7 @@ class Registry:
             choice = choose(found, serving, lambda holder: self._runs_from(op, holder, serving))
             if choice is not None:
                 return choice
-        why = self.tuned.why_not(op, case, target)
-        return Choice((Part(serving[0]),), f"default order: {why}")
+        return Choice((Part(serving[0]),), self.tuned.why_not(op, case, target))
 
     def _serving(self, op: str, case: Any, target: Target, order: str) -> list[str]:
         """Backends that may run a case, the default first; those with expanded weights or those

@@ -24,7 +24,7 @@ from metainfer.core.errors import UserError
 from metainfer.hardware.machine import Clocks, Machine, Unknown
 from metainfer.kernels import verify_record
 from metainfer.kernels.tune_run import Finding
-from metainfer.kernels.tuned import Key, Measured, Timing, Tuned, case_text
+from metainfer.kernels.tuned import NOT_TUNED, Key, Measured, Timing, Tuned, case_text
 from metainfer.kernels.verify_record import card_facts, read_signed, sign
 from metainfer.ops.base import Target
 from metainfer.ops.catalogue import OPS
@@ -174,11 +174,13 @@ class Found:
         entries: that were found on such a card.
         others: (why it does not count, entry) of other cards and versions, the nearest first.
         broken: a sentence for each file that cannot be used at all.
+        is_here: such a card is in this machine.
     """
 
     entries: tuple[Mapping[str, Any], ...] = ()
     others: tuple[tuple[str, Mapping[str, Any]], ...] = ()
     broken: tuple[str, ...] = ()
+    is_here: bool = True
 
     def tuning(self) -> Tuning:
         """As the plan tells it."""
@@ -211,7 +213,7 @@ class Found:
                 timings = (Timing(size["rows"], size["seconds"]) for size in one["sizes"])
                 ordered = tuple(sorted(timings, key=lambda timing: timing.rows))
                 measured[key] = Measured(ordered, one["bad"])
-        return Tuned(target, measured, unused)
+        return Tuned(target, measured, unused, NOT_TUNED if self.is_here else "")
 
     def bound(self, plan: Plan, target: Target) -> Tuned:
         """What layers of a plan are to bind by."""
@@ -242,7 +244,7 @@ def find_here(machine: Machine, target: Target, gpu: int | None = None) -> Found
     if target.type == "cuda" and (
         not torch.cuda.is_available() or torch.cuda.get_device_capability(gpu) != target.capability
     ):
-        return Found()
+        return Found(is_here=False)
     return find(tune_facts(machine, target.type, gpu))
 
 

@@ -18,6 +18,7 @@ from metainfer.ops.base import Target
 
 Key = tuple[str, str]  # (op, case as JSON)
 
+DEFAULT = "default order"
 NOT_TUNED = "not tuned on this card"
 WORTH = 0.97
 """Share of the default's time that another candidate must not exceed: less is noise."""
@@ -91,13 +92,13 @@ class Tuned:
     Attributes:
         target: None: for nothing.
         unused: by key, why what was measured elsewhere does not count here.
-        note: why nothing is known of any other.
+        note: why nothing is known of any other; "" where that is nothing to tell.
     """
 
     target: Target | None = None
     measured: Mapping[Key, Measured] = field(default_factory=lambda: MappingProxyType({}))
     unused: Mapping[Key, str] = field(default_factory=lambda: MappingProxyType({}))
-    note: str = NOT_TUNED
+    note: str = ""
 
     def of(self, op: str, case: Any, target: Target) -> Measured | None:
         if not self.measured or target != self.target:
@@ -110,10 +111,11 @@ class Tuned:
         return {} if found is None else found.bad
 
     def why_not(self, op: str, case: Any, target: Target) -> str:
-        """Why the default order holds."""
-        if target != self.target:
-            return NOT_TUNED
-        return self.unused.get(key_of(op, case), self.note) if self.unused else self.note
+        """Says that the default order holds, and why."""
+        why = self.note
+        if target == self.target and self.unused:
+            why = self.unused.get(key_of(op, case), why)
+        return f"{DEFAULT}: {why}" if why else DEFAULT
 
 
 UNTUNED = Tuned()

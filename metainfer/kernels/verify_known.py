@@ -84,9 +84,10 @@ def unverified(kernels: Iterable[Kernel], done: frozenset[Name]) -> dict[Name, K
     left: dict[Name, Kernel] = {}
     for kernel in kernels:
         case = json.dumps(json.loads(json.dumps(asdict(kernel.case))), sort_keys=True)
-        name = kernel.op, case, kernel.backend
-        if kernel.backend != REFERENCE and name not in done:
-            left[name] = kernel
+        for backend in kernel.backends:
+            name = kernel.op, case, backend
+            if backend != REFERENCE and name not in done:
+                left[name] = kernel
     return left
 
 

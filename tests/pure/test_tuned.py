@@ -9,7 +9,7 @@ import pytest
 from metainfer.kernels.by_rows import by_rows, from_held, rows_of
 from metainfer.kernels.registry import Backend, Kernel, Registry, Variant, no
 from metainfer.kernels.tuned import (
-    NOT_TUNED,
+    DEFAULT,
     Measured,
     Part,
     Timing,
@@ -157,7 +157,7 @@ def test_a_kernel_that_is_not_tuned_follows_the_order_and_says_so() -> None:
         Registry((backend(OP, "torch"), backend(OP, "triton"))).bind(OP, CASE, CARD),
     ):
         assert kernel.runs_on == "torch"
-        assert kernel.why == f"default order: {NOT_TUNED}"
+        assert kernel.why == DEFAULT
 
 
 def test_the_order_of_a_plan_limits_what_is_chosen() -> None:
