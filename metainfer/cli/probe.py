@@ -79,7 +79,7 @@ def _measured(terminal: Terminal, options: ProbeOptions, machine: Machine) -> Ma
     from metainfer.comm.measure import measure
 
     plain = replace(machine, curves=(), rates=(), unmeasured=(), sources=())
-    with terminal.progress("measured", "of this part") as progress:
+    with terminal.progress("measuring:", "done") as progress:
         return measure(plain, terminal.say, progress.update)
 
 

@@ -54,6 +54,7 @@ class Collectives:
                 rank=gpus.index(self._rank),
                 world_size=len(gpus),
                 timeout=timedelta(seconds=_LIMIT_S),
+                device_id=None if self._device == "cpu" else _current_device(),
             )
             dist.all_reduce(torch.ones(1, device=self._device))
             if self._device != "cpu":
@@ -111,6 +112,10 @@ def _run(operation: str, given: torch.Tensor, taken: torch.Tensor) -> None:
         dist.all_gather_into_tensor(taken, given)
     else:
         dist.reduce_scatter_tensor(taken, given)
+
+
+def _current_device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _first_line(error: BaseException) -> str:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from metainfer.comm.measure_ways import HOST, RECEIVE, SEND, Place, Started
-from metainfer.comm.move_kernel import start_move
+from metainfer.comm.move_kernel import Address, start_move
 from metainfer.comm.peer_driver import PeerDriver
 from metainfer.core.errors import MetainferError
 from metainfer.kernels.triton.launch import JitLauncher
 
 _HELD_CYCLES_PER_S = 2.0e9  # of clocks up to 2 GHz: slower ones hold longer
-_QUEUED_S = 25e-6  # in which the host puts one piece of work into a queue
+_QUEUED_S = 60e-6  # in which the host puts one piece of work into a queue
 _LONGEST_HELD_S = 0.05
 
 
@@ -35,21 +36,26 @@ class CudaEngine:
         torch.cuda.init()
         torch.zeros(1, device="cuda")  # makes the context
         self._launch = JitLauncher()
+        self._views: list[Any] = []
         self._areas: dict[str, torch.Tensor] = {}
         self._addresses: dict[tuple[str, int | None], int] = {}
         for name in (SEND, RECEIVE):
             address = self._driver.allocate(place.area_bytes)
             self._addresses[name, None] = address
-            self._areas[name] = torch.as_tensor(
-                _Words(address, place.area_bytes // 4), device="cuda"
-            )
-        self._host = torch.empty(place.area_bytes, dtype=torch.uint8, pin_memory=True)
-        self._addresses[HOST, None] = self._host.data_ptr()
-        view = (ctypes.c_ubyte * place.stages.size).from_buffer(place.stages.view)
-        self._stages = view  # keeps the address
-        if place.ranks > 1:
-            self._driver.register_host(ctypes.addressof(view), place.stages.size)
+            words = torch.as_tensor(_Words(address, place.area_bytes // 4), device="cuda")
+            if words.data_ptr() != address:
+                raise MetainferError("torch copies device memory where it was to take it over")
+            self._areas[name] = words
+        self._addresses[HOST, None] = self._pinned(mmap.mmap(-1, place.area_bytes))
+        self._stage = self._pinned(place.stages.view) if place.ranks > 1 else 0
         self._lanes: list[torch.cuda.Stream] = []
+
+    def _pinned(self, memory: mmap.mmap) -> int:
+        """Address of host memory, which is there for as long as the process."""
+        view = (ctypes.c_ubyte * len(memory)).from_buffer(memory)
+        self._views.append(view)
+        self._driver.register_host(ctypes.addressof(view), len(memory))
+        return ctypes.addressof(view)
 
     def area(self, name: str) -> torch.Tensor:
         return self._areas[name]
@@ -65,10 +71,10 @@ class CudaEngine:
         return self._addresses[name, rank]
 
     def stage(self) -> int:
-        return ctypes.addressof(self._stages)
+        return self._stage
 
     def by_kernel(self, target: int, source: int, size: int, lanes: int) -> None:
-        start_move(self._launch, target, source, size, lanes)
+        start_move(self._launch, Address(target), Address(source), size, lanes)
 
     def by_copy_engine(self, target: int, source: int, size: int) -> None:
         self._driver.copy(target, source, size, torch.cuda.current_stream().cuda_stream)

@@ -57,8 +57,8 @@ def _works() -> tuple[RateWork, ...]:
     found = [RateWork(_COPY, 0)]
     for rows in (8192, 2048, 512, 16):
         found.append(RateWork("product fp8", rows, "linear.fp8_rows", fp8, Load(rows)))
-    for tokens in (32768, 8192, 32):
-        rows = max(1, tokens * experts.selected // experts.experts)
+    for tokens in (32768, 8192, 1024):
+        rows = tokens * experts.selected // experts.experts
         load = Load(tokens)
         found.append(RateWork("experts fp4", rows, "moe.experts_fp8_rows", experts, load))
     for rows in (8192, 2048):

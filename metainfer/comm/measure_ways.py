@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -121,7 +122,13 @@ class Ways:
         )
 
     def meet(self, exported: Mapping[int, Any]) -> None:
+        """Learn of all ranks, and load what checking takes: the first use of it may be slow."""
         self._exported = exported
+        words = self._engine.area(RECEIVE)[: 1024 // payload.WORD_BYTES]
+        payload.poison(words)
+        payload.problem(words, len(words), self._rank, self._rank, 1)
+        payload.fill(words, self._rank, self._rank, 1)
+        self._engine.wait()
 
     def prepare(self, trial: Trial) -> None:
         """Reach whom the trial needs. Raises MetainferError saying why that cannot be."""
@@ -237,6 +244,7 @@ class Ways:
         began_s = time.perf_counter()
         left = [step for step in ends if not step()]
         while left:
+            os.sched_yield()
             left = [step for step in left if not step()]
             if time.monotonic() > until_s:
                 raise Stalled(f"rank {self._rank} waited for a chunk in host memory in vain")

@@ -38,11 +38,16 @@ def move_words(source, target, words, BLOCK: tl.constexpr):  # type: ignore[no-u
 
 
 def start_move(
-    launch: Launcher, target: int, source: int, size: int, at_same_time: int = 1
+    launch: Launcher,
+    target: Address | torch.Tensor,
+    source: Address | torch.Tensor,
+    size: int,
+    at_same_time: int = 1,
 ) -> None:
     """Start copying `size` bytes, a multiple of 64, between addresses that are multiples of 16.
 
     Args:
+        target, source: int32.
         at_same_time: kernels that share this GPU.
     """
     words = size // 4
@@ -51,8 +56,8 @@ def start_move(
     launch(
         move_words,
         grid,
-        Address(source),
-        Address(target),
+        source,
+        target,
         words,
         num_warps=_WARPS,
         BLOCK=_BLOCK_WORDS,

@@ -6,12 +6,17 @@ import multiprocessing
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from metainfer.comm import measure as measuring
+from metainfer.comm import payload
 from metainfer.comm.measure import measure
 from metainfer.comm.measure_rates import RateWork
+from metainfer.comm.move_kernel import start_move
 from metainfer.hardware.curves import ALL_TO_ALL, COPY, LOAD, MEANS, NCCL, RING, STAGED, STORE
 from metainfer.hardware.machine import Gpu, Machine
 from metainfer.hardware.measured import read_measured, sentences
+from metainfer.kernels.triton.launch import JitLauncher
 from metainfer.ops.base import Load
 from metainfer.ops.linear import DenseCase
 from tests.fakes import shared_engine
@@ -109,3 +114,32 @@ def test_little_free_memory_shortens_curves(tmp_path):
     )
     assert {curve.bytes for curve in found.curves} == {(1024,)}
     assert found.unmeasured == ("beyond 1.0 kB: of one GPU 2.1 GB are free",)
+
+
+def test_the_kernel_moves_all_words_and_no_other():
+    source = torch.arange(1, 20001, dtype=torch.int32)
+    target = torch.zeros(20016, dtype=torch.int32)
+    start_move(JitLauncher((9, 0), 1), target[16:], source, 4 * 16016, 1)
+    assert torch.equal(target[16:16032], source[:16016])
+    assert not target[:16].any() and not target[16032:].any()
+
+
+def test_payloads_tell_where_every_word_is_from():
+    words = 4096
+    slot = torch.empty(words + payload.GUARD_BYTES // 4, dtype=torch.int32)
+
+    def problem(sent=(1, 2, 7), harm=None) -> str:
+        payload.poison(slot)
+        if sent is not None:
+            payload.fill(slot[:words], *sent)
+        if harm is not None:
+            harm()
+        return payload.problem(slot, words, 1, 2, 7)
+
+    assert problem() == ""
+    assert problem(sent=None).endswith("from byte 0 on: nothing arrived")
+    assert "they are of an earlier round" in problem(sent=(1, 2, 6))
+    assert "they are of 3" in problem(sent=(3, 2, 7))
+    shifted = problem(harm=lambda: slot[100:words].copy_(slot[99 : words - 1].clone()))
+    assert "from byte 400 on: they were never sent" in shifted
+    assert "behind its end" in problem(harm=slot[words:].zero_)
