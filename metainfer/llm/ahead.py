@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from metainfer.arch.record import Arch
 from metainfer.core.units import format_seconds
+from metainfer.kernels.tuned import Tuned
 from metainfer.llm.made_steps import Room
 from metainfer.llm.step import Step
 from metainfer.ops.base import Target
@@ -27,11 +28,13 @@ _LONG_S = 2.0
 _log = logging.getLogger(__name__)
 
 
-def steps_ahead(arch: Arch, plan: Plan, target: Target, launch: Launcher | None) -> list[Step]:
+def steps_ahead(
+    arch: Arch, plan: Plan, target: Target, launch: Launcher | None, tuned: Tuned
+) -> list[Step]:
     """Steps that start every kernel of the plan, whatever the load will be. Their code is on disk
     afterwards, as far as it compiles. None where kernels are not compiled, or read on the host."""
     slow = any(name in plan.kernel_order.value for name in (COMPOSED, REFERENCE))
-    if launch is None or launch.interpreted or slow or target.capability is None:
+    if launch is None or launch.interpreted or slow or target.type != "cuda":
         return []
     # They need Triton, which is not everywhere.
     from metainfer.kernels.triton.ahead import compile_ahead, missing_units
@@ -39,7 +42,7 @@ def steps_ahead(arch: Arch, plan: Plan, target: Target, launch: Launcher | None)
 
     began_s = time.perf_counter()
     try:
-        paper = Paper(arch, plan, target, launch.multiprocessors)
+        paper = Paper(arch, plan, target, launch.multiprocessors, tuned)
         steps, units = covering_steps(Room.of(plan), paper.of_step)
         units |= paper.of_shapes() | paper.of_draws()
     except Exception:

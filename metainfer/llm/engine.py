@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -40,7 +41,7 @@ from metainfer.llm.request import Request
 from metainfer.llm.runner import Runner
 from metainfer.llm.scheduler import Scheduler
 from metainfer.llm.step import Step
-from metainfer.llm.threads import in_a_thread, settle_thread
+from metainfer.llm.threads import begun, in_a_thread, settle_thread
 from metainfer.llm.warmup import warm_up
 from metainfer.nn.cache import CacheStorage
 from metainfer.plan.build import build_plan, choose_target
@@ -126,7 +127,8 @@ class Engine:
     def start(cls, loaded: LoadedModel, *, check_every_step: bool = False) -> Engine:
         """Warm a model up and serve it. Raises what the model raises."""
         plan, runner, compilations = loaded.plan, loaded.runner, loaded.compilations
-        in_a_thread(plan, lambda: warm_up(runner, plan, loaded.steps_ahead()))
+        found = loaded.steps_ahead.result()
+        in_a_thread(plan, lambda: warm_up(runner, plan, found))
         compilations.begin_service()
         ready_s = time.perf_counter() - loaded.began_s
         _log.info("%s is ready after %s", loaded.arch.name, format_seconds(ready_s))
@@ -187,7 +189,7 @@ class LoadedModel:
 
     Attributes:
         kernels: every op that a layer or the sampler bound, with its backend.
-        steps_ahead: steps that start all kernels for GPUs, whose code it has compiled.
+        steps_ahead: steps that start all kernels for GPUs, whose code is compiled meanwhile.
         began_s: `time.perf_counter()` when loading began.
     """
 
@@ -197,7 +199,7 @@ class LoadedModel:
     kernels: tuple[Kernel, ...]
     runner: Runner[CacheStorage]
     compilations: Compilations
-    steps_ahead: Callable[[], Sequence[Step]]
+    steps_ahead: Future[list[Step]]
     began_s: float
 
 
@@ -237,7 +239,10 @@ def load_model(
         registry = builtin_registry(launch)
     for sentence in found.broken:
         _log.warning("%s", sentence)
-    registry = registry.with_tuned(found.bound(plan, target))
+    tuned, starts = found.bound(plan, target), launch
+    registry = registry.with_tuned(tuned)
+    # While weights are read.
+    ahead = begun(lambda: steps_ahead(arch, plan, target, starts, tuned))
     bound = registry if watched is None else watched(registry)
     with _open_weights(directory, arch, settings, plan, on_progress) as checkpoint:
         if checkpoint.unused:
@@ -245,17 +250,7 @@ def load_model(
         kernels, runner = in_a_thread(
             plan, lambda: make_runner(arch, plan, checkpoint, bound, target)
         )
-    target = capabilities.target
-    return LoadedModel(
-        machine,
-        arch,
-        plan,
-        kernels,
-        runner,
-        compilations,
-        lambda: steps_ahead(arch, plan, target, launch if target.type == "cuda" else None),
-        began_s,
-    )
+    return LoadedModel(machine, arch, plan, kernels, runner, compilations, ahead, began_s)
 
 
 def limits_of(arch: Arch, plan: Plan) -> Limits:

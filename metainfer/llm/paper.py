@@ -17,6 +17,7 @@ import torch
 from metainfer.arch.record import Arch
 from metainfer.kernels.builtin import builtin_registry
 from metainfer.kernels.triton.record import RecordingLauncher
+from metainfer.kernels.tuned import UNTUNED, Tuned
 from metainfer.llm.graphs import Shape
 from metainfer.llm.made_steps import Family, Room, families
 from metainfer.llm.make_runner import make_runner
@@ -31,13 +32,24 @@ Units = frozenset[Any]
 
 class Paper:
     """What steps would compile on GPUs of `target` with so many multiprocessors. Used by one
-    thread."""
+    thread.
 
-    def __init__(self, arch: Arch, plan: Plan, target: Target, multiprocessors: int) -> None:
+    Args:
+        tuned: which backends were measured to be the best.
+    """
+
+    def __init__(
+        self,
+        arch: Arch,
+        plan: Plan,
+        target: Target,
+        multiprocessors: int,
+        tuned: Tuned = UNTUNED,
+    ) -> None:
         assert target.capability is not None, "kernels are compiled for GPUs"
         self._launch = RecordingLauncher(target.capability, multiprocessors)
         arch = with_few_layers(arch)
-        registry = builtin_registry(self._launch)
+        registry = builtin_registry(self._launch).with_tuned(tuned)
         with torch.device("meta"):
             _, self._runner = make_runner(
                 arch, plan, ShapesOnly(arch), registry, target, on_paper=True

@@ -29,16 +29,24 @@ def in_a_thread(plan: Plan, work: Callable[[], _Made]) -> _Made:
     OpenMP keeps workers for every thread that ever computed. Where they are more than the cores,
     none of them waits actively, and steps of the engine's own thread take up to twice as long.
     """
+    return begun(lambda: _settled(plan, work)).result()  # Ctrl-C ends the wait
+
+
+def begun(work: Callable[[], _Made]) -> Future[_Made]:
+    """What `work` will return or raise, done beside the caller in a thread that ends; it ends with
+    the process."""
     done: Future[_Made] = Future()
 
     def run() -> None:
         try:
-            settle_thread(plan)
             done.set_result(work())
         except BaseException as error:
             done.set_exception(error)
 
-    thread = threading.Thread(target=run, name="load", daemon=True)
-    thread.start()
-    thread.join()  # Ctrl-C ends the wait; the thread ends with the process
-    return done.result()
+    threading.Thread(target=run, name="load", daemon=True).start()
+    return done
+
+
+def _settled(plan: Plan, work: Callable[[], _Made]) -> _Made:
+    settle_thread(plan)
+    return work()
