@@ -132,6 +132,7 @@ def _of_stage(stage: str, arch: Arch) -> dict[str, Any]:
         "enforce_eager": True,
         "shared_expert_stream": "off",
         "async_scheduling": False,
+        "tuned_kernels": False,
     }
     if stage == GENERIC:
         # Operations that no layer binds, such as sampling, keep their own order.

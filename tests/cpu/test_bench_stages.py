@@ -49,6 +49,7 @@ def test_a_setting_is_a_stage_and_flags() -> None:
     assert (changed.stage, changed.engine.threads) == ("adapted", 2)
     assert (changed.engine.enforce_eager, changed.engine.shared_expert_stream) == (True, "off")
     assert changed.engine.async_scheduling is False
+    assert changed.engine.tuned_kernels is False
     assert changed.engine.max_num_batched_tokens == 4000
     order = "*=cpu,reference;moe.experts=cpu"
     quoted = parse_setting(f"--kernel-order '{order}'", BASE, ARCH)

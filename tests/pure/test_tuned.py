@@ -21,6 +21,9 @@ from metainfer.kernels.tuned import (
 from metainfer.ops.base import Target
 from metainfer.ops.linear import DenseCase
 from metainfer.ops.norm import RmsNormCase
+from metainfer.plan.plan import Origin
+from metainfer.plan.settings import EngineSettings
+from metainfer.plan.tuning import Tuning, tuned_kernels
 
 CARD = Target("cuda", (9, 0))
 OP = "linear.dense"
@@ -188,3 +191,22 @@ def test_operations_without_weights_need_not_share_any() -> None:
     kernel = registry(op, NORM, found).bind(op, NORM, CARD, "*=torch,triton")
     assert kernel.runs_on == "triton to 8 rows, then torch"
     assert kernel.run(Rows(64, 64))[0] == "torch"
+
+
+@pytest.mark.parametrize(
+    ("flag", "tuning", "value", "origin", "reason"),
+    [
+        (None, Tuning(3, "3 operations were tuned"), "on", Origin.MEASURED, "3 operations were"),
+        (None, Tuning(0, "tuned for 132 SMs, this card has 188"), "on", Origin.DEFAULT,
+         "tuned for 132 SMs, this card has 188; `metainfer kernels tune` does it"),
+        (None, None, "on", Origin.DEFAULT, "what was kept for this card counts"),
+        (True, Tuning(0, "nothing was tuned"), "on", Origin.FLAG, "nothing was tuned; "),
+        (False, Tuning(3, "3 were"), "off", Origin.FLAG, "given with --no-tuned-kernels"),
+    ],
+)  # fmt: skip
+def test_a_plan_says_whether_kernels_are_tuned_and_why(
+    flag: bool | None, tuning: Tuning | None, value: str, origin: Origin, reason: str
+) -> None:
+    told = tuned_kernels(EngineSettings(tuned_kernels=flag), tuning)
+    assert (told.value, told.origin) == (value, origin)
+    assert told.reason.startswith(reason)
