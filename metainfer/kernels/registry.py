@@ -17,7 +17,7 @@ from typing import Any
 
 from metainfer.core.errors import MetainferError, UserError
 from metainfer.kernels.by_rows import by_rows, from_held
-from metainfer.kernels.tuned import UNTUNED, Choice, Part, Tuned, backend_of, choose
+from metainfer.kernels.tuned import UNTUNED, Choice, Part, Tuned, backend_of, choose, told_rows
 from metainfer.ops.base import Target
 from metainfer.ops.capabilities import Capabilities
 from metainfer.ops.catalogue import OPS
@@ -140,7 +140,7 @@ class Kernel:
 def told_parts(parts: tuple[Part, ...]) -> str:
     """ "triton to 64 rows, then torch"."""
     return ", then ".join(
-        part.candidate + ("" if part.most_rows is None else f" to {part.most_rows} rows")
+        part.candidate + ("" if part.most_rows is None else f" to {told_rows(part.most_rows)}")
         for part in parts
     )
 

@@ -193,14 +193,15 @@ def _told(found: Measured, picked: Sequence[str], default: str) -> str:
     if gains:
         _, timing, name = max(gains, key=lambda gain: gain[0])
         ours, others = format_time(timing.seconds[name]), format_time(timing.seconds[default])
-        return f"tuned: {ours} against {others} at {_rows(timing.rows)}"
+        return f"tuned: {ours} against {others} at {told_rows(timing.rows)}"
     least = found.timings[0]
     alone = all(set(timing.seconds) <= {default} for timing in found.timings)
-    took = f"{format_time(least.seconds[default])} at {_rows(least.rows)}"
+    took = f"{format_time(least.seconds[default])} at {told_rows(least.rows)}"
     return f"tuned: {took}, {'nothing else serves it' if alone else 'nothing is faster'}"
 
 
-def _rows(count: int) -> str:
+def told_rows(count: int) -> str:
+    """ "1 row", "2,048 rows"."""
     return "1 row" if count == 1 else f"{format_count(count)} rows"
 
 
