@@ -50,4 +50,5 @@ class Contender(Protocol):
         """What it is and how it runs, once it is loaded."""
 
     def counted(self) -> dict[str, int]:
-        """Tokens so far: "prompt_tokens", and of them "cached_tokens" that were not computed."""
+        """So far: "prompt_tokens", of them "cached_tokens" that were not computed, and
+        "kernels_compiled" while requests waited, where that is known."""

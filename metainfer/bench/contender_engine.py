@@ -148,7 +148,11 @@ class EngineContender:
         )
 
     def counted(self) -> dict[str, int]:
-        return {"prompt_tokens": self._prompt_tokens, "cached_tokens": self._cached_tokens}
+        return {
+            "prompt_tokens": self._prompt_tokens,
+            "cached_tokens": self._cached_tokens,
+            "kernels_compiled": self._engine.stats().kernels_compiled,
+        }
 
     def _generate(self, prompts: Prompts, sampling: SamplingParams) -> list[Result]:
         results = checked(generate(self._engine, prompts, sampling))

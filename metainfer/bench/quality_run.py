@@ -50,7 +50,7 @@ def _of_one(process: SideProcess, load: QualityLoad, data: QualityData) -> dict[
         "scores": scores,
         "greedy": greedy,
         "recalled": recalled,
-        "tokens": process.must("counted"),
+        "tokens": {k: n for k, n in process.must("counted").items() if k.endswith("_tokens")},
     }
 
 

@@ -48,6 +48,7 @@ class SideRun:
         turns: name of the work -> what it said after each turn that counts.
         missing: name of the work -> why it was not done.
         memory: its peaks, and how it counted tokens; the largest of its processes.
+        kernels_compiled: while requests waited for them.
     """
 
     ready: dict[str, Any] = field(default_factory=dict)
@@ -55,15 +56,17 @@ class SideRun:
     missing: dict[str, str] = field(default_factory=dict)
     peaks: dict[str, int | None] = field(default_factory=dict)
     counted: dict[str, int] = field(default_factory=dict)
+    kernels_compiled: int = 0
 
     def close(self, process: SideProcess) -> None:
         """Read what a process has to say at its end."""
         for name, value in process.must("memory").items():
             if name in ("peak_bytes", "device_peak_bytes"):
                 self.peaks[name] = max(filter(None, (value, self.peaks.get(name))), default=None)
+        told = process.must("counted")
         for name in ("prompt_tokens", "cached_tokens"):
-            told = process.must("counted")[name]
-            self.counted[name] = self.counted.get(name, 0) + told
+            self.counted[name] = self.counted.get(name, 0) + told[name]
+        self.kernels_compiled += told.get("kernels_compiled", 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,6 +70,7 @@ def side_record(side: SideRun) -> dict[str, Any]:
         "receipt": side.ready,
         "peaks": side.peaks,
         "tokens": side.counted,
+        "kernels_compiled": side.kernels_compiled,
         "clocks": _clocks(turns),
         "missing": side.missing,
     }
@@ -196,6 +197,9 @@ def _remarks(made: Mapping[str, Any]) -> list[str]:
         if replaced:
             says += ": " + ", ".join(f"{op} by {project}" for op, project in replaced.items())
         lines.append(f"{name}: {cached} of {prompts:,} prompt tokens cached; {says}".rstrip("; "))
+        compiled = side.get("kernels_compiled", 0)
+        if compiled:
+            lines.append(f"{name}: {compiled} kernels were compiled while requests waited")
         lines += [f"{name}, {work}: {why}" for work, why in side["missing"].items()]
         lines += _positions(name, side["receipt"].get("positions"))
     pattern = made["pattern"]

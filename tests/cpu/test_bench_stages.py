@@ -116,7 +116,8 @@ class Scripted:
         if do == "memory":
             return {"peak_bytes": 5 * 10**8, "device_peak_bytes": 3 * 10**9}
         if do == "counted":
-            return {"prompt_tokens": sum(map(len, self.prompts)), "cached_tokens": 0}
+            counted = {"prompt_tokens": sum(map(len, self.prompts)), "cached_tokens": 0}
+            return {**counted, "kernels_compiled": 3 if self.title == "generic" else 0}
         self._log.append((self.title, do))
         if do == "traffic":
             self.prompts += [tuple(arrival["prompt"]) for arrival in arguments["arrivals"]]
@@ -176,6 +177,9 @@ def test_turns_alternate_and_the_first_round_is_not_kept(scripted: list[tuple[st
     assert made["sides"]["tuned"]["clocks"] == {"sm_mhz": [1500, 1500]}
     assert made["sides"]["tuned"]["tokens"]["cached_tokens"] == 0
     text = text_report(made)
+    assert made["sides"]["tuned"]["kernels_compiled"] == 0
+    assert "generic: 3 kernels were compiled while requests waited" in text
+    assert "tuned: 3 kernels" not in text
     assert "5.00 x" in text
     assert "engines beside each other" in text
     assert json.loads(json.dumps(made, default=str))["rounds"] == 3
