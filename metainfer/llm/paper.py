@@ -16,6 +16,7 @@ import torch
 
 from metainfer.arch.record import Arch
 from metainfer.kernels.builtin import builtin_registry
+from metainfer.kernels.torch_products.shapes import library_shapes
 from metainfer.kernels.triton.record import RecordingLauncher
 from metainfer.kernels.tuned import UNTUNED, Tuned
 from metainfer.llm.graphs import Shape
@@ -50,6 +51,7 @@ class Paper:
         self._launch = RecordingLauncher(target.capability, multiprocessors)
         arch = with_few_layers(arch)
         registry = builtin_registry(self._launch).with_tuned(tuned)
+        self._products = library_shapes()
         with torch.device("meta"):
             _, self._runner = make_runner(
                 arch, plan, ShapesOnly(arch), registry, target, on_paper=True
@@ -77,7 +79,8 @@ class Paper:
 
     def _noted(self, work: Callable[[], None]) -> Units:
         self._launch.launches.clear()
-        work()
+        with self._products:
+            work()
         return frozenset(self._launch.units())
 
 

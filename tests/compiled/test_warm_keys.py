@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -15,8 +16,9 @@ from metainfer.arch.cache_kinds import blocks_for
 from metainfer.arch.families import read_arch
 from metainfer.hardware.machine import Gpu
 from metainfer.kernels.builtin import builtin_registry
+from metainfer.kernels.torch_products.shapes import LibraryShapes
 from metainfer.kernels.triton.record import RecordingLauncher
-from metainfer.llm.made_steps import Room, step
+from metainfer.llm.made_steps import Room, prefill, step
 from metainfer.llm.paper import Paper, Units, covering_steps
 from metainfer.llm.step import SequenceStep, Step
 from metainfer.ops.targets import CARD_KINDS
@@ -120,6 +122,16 @@ def test_no_step_compiles_what_warm_up_has_not(model: str, card: str) -> None:
         made = drawn_step(draw, room)
         unknown = paper.of_step(made) - known
         assert not unknown, (unknown, [(p.start, len(p.token_ids)) for p in made.sequences])
+
+
+def test_products_that_torch_does_not_know_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    paper, room, _ = prepared("V4-Flash", "sm_90")
+    monkeypatch.setattr(paper, "_products", nullcontext())
+    steps = [step([prefill(room.tokens, rows)]) for rows in (3, 70, 700)]
+    known = [paper.of_step(one) for one in steps]
+    monkeypatch.setattr(paper, "_products", LibraryShapes())
+    assert [paper.of_step(one) for one in steps] == known
+    assert all(known)
 
 
 def test_a_length_that_a_kernel_asks_for_would_be_found() -> None:
