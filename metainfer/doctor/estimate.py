@@ -21,7 +21,7 @@ from metainfer.plan.layouts import Formats, Layout, Layouts
 from metainfer.plan.workload import Workload
 
 STOCK = "stock"
-WORKLOAD = Workload()
+_WORKLOAD = Workload()
 """Prompts of 8,192 tokens, eight at once."""
 
 _SIZES = (1, 2, 4, 8, 16)
@@ -29,6 +29,14 @@ _SIZES = (1, 2, 4, 8, 16)
 
 def gpus_of(machine: Machine) -> Sequence[Gpu]:
     return () if isinstance(machine.gpus, Unknown) else machine.gpus
+
+
+def workload_of(shape: ModelShape) -> Workload:
+    """What estimates are for: prompts of 8,192 tokens, or half of what the model reads."""
+    most = shape.side.max_model_len
+    if most >= _WORKLOAD.longest_context:
+        return _WORKLOAD
+    return Workload(max(1, most // 2), max(1, most // 4), _WORKLOAD.requests_at_once)
 
 
 def tensor_layouts(tensor: int, gpus: int) -> Layouts:
@@ -52,7 +60,9 @@ def predicted(
     phases = Phases(shape, machine, constants, profile or constants.profile(STOCK))
     if phases.problem:
         return None
-    return predict(phases, tensor_layouts(tensor, len(gpus_of(machine))), Formats(), WORKLOAD)
+    return predict(
+        phases, tensor_layouts(tensor, len(gpus_of(machine))), Formats(), workload_of(shape)
+    )
 
 
 def transfers_share(prediction: Prediction) -> float:

@@ -62,6 +62,15 @@ def test_wrong_payloads_fail_even_where_no_size_was_right():
     assert levels(found(fabric.payload, machine_of("rtx-pro-6000-x4"))) == ["unknown"]
 
 
+def test_peer_access_that_cards_do_not_come_with_is_not_believed():
+    machine = machine_of("rtx-4090-x4")
+    assert not isinstance(machine.peers, Unknown)
+    patched = replace(machine, peers=tuple(replace(p, p2p=True, why="") for p in machine.peers))
+    (finding,) = found(fabric.payload, patched)
+    assert finding.level == "warn" and "NCCL_P2P_DISABLE=1" in finding.fix
+    assert levels(found(fabric.payload, replace(patched, curves=(curve(COPY, 26e9),)))) == ["ok"]
+
+
 @pytest.mark.parametrize(("loads", "level"), [(43e9, "ok"), (20e9, "warn"), (3e9, "fail")])
 def test_loads_of_kernels_are_held_against_copies(loads: float, level: str):
     machine = with_curves("rtx-pro-6000-x4", curve(COPY, 54e9), curve(LOAD, loads))

@@ -105,6 +105,7 @@ def test_a_sick_machine_gets_a_finding_with_its_fix(check, machine, word):
         ({"NCCL_MAX_NCHANNELS": "2", "CUDA_LAUNCH_BLOCKING": "1"},
          ["NCCL_MAX_NCHANNELS", "CUDA_LAUNCH_BLOCKING"]),
         ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, ["PYTORCH_CUDA_ALLOC_CONF"]),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, ["PYTORCH_ALLOC_CONF"]),
         ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128"}, []),
         ({}, []),
     ],

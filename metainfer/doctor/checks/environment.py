@@ -87,13 +87,16 @@ _RULES = (
         "unset CUDA_LAUNCH_BLOCKING",
         "CUDA C++ Programming Guide",
     ),
-    _Rule(
-        "PYTORCH_CUDA_ALLOC_CONF",
-        lambda value, machine: "expandable_segments:true" in value.replace(" ", "").lower(),
-        "memory of expandable segments has no IPC handles: custom collectives of vLLM and SGLang"
-        " switch themselves off, or fail, between processes",
-        "unset it for engines that share memory between processes",
-        "github.com/local-inference-lab/rtx6kpro, pcie-oneshot-allreduce",
+    *(
+        _Rule(
+            variable,
+            lambda value, machine: "expandable_segments:true" in value.replace(" ", "").lower(),
+            "memory of expandable segments has no IPC handles: custom collectives of vLLM and"
+            " SGLang switch themselves off, or fail, between processes",
+            "unset it for engines that share memory between processes",
+            "github.com/local-inference-lab/rtx6kpro, pcie-oneshot-allreduce",
+        )
+        for variable in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
     ),
     _Rule(
         "PYTORCH_NO_CUDA_MEMORY_CACHING",

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from metainfer.doctor.estimate import gpus_of
 from metainfer.doctor.finding import Check, Finding, Level, Patient
+from metainfer.hardware.cards import card_of_gpu
 from metainfer.hardware.curves import (
     ALL_TO_ALL,
     COPY,
@@ -81,6 +82,18 @@ def payload(patient: Patient) -> Iterator[Finding]:
     elif peers:
         yield Finding(_PAYLOAD, Level.OK, "all payloads between cards arrived as they were sent",
                       f"{len(peers)} curves were verified")  # fmt: skip
+    elif p2p_everywhere(machine) is True and (names := _without_peers(machine)):
+        yield Finding(
+            _PAYLOAD,
+            Level.WARN,
+            "the driver says yes to peer access, and these cards do not come with it",
+            f"{', '.join(names)}; a patched driver, and no payload was verified here",
+            "where firmware or bridges do not play along such drivers corrupt what they copy, hang,"
+            " or are slower: all-to-all of eight 4090 was",
+            _AGAIN + "; NCCL_P2P_DISABLE=1 until then",
+            "github.com/aikitoria/open-gpu-kernel-modules/issues/11; "
+            "github.com/tinygrad/open-gpu-kernel-modules/issues/17 and /45",
+        )
     else:
         yield Finding(
             _PAYLOAD,
@@ -90,6 +103,12 @@ def payload(patient: Patient) -> Iterator[Finding]:
             "drivers that were patched say yes to peer access and corrupt data",
             _AGAIN,
         )
+
+
+def _without_peers(machine: Machine) -> list[str]:
+    """Names of cards that drivers as shipped give no peer access."""
+    cards = {gpu.name: card_of_gpu(gpu) for gpu in gpus_of(machine)}
+    return [name for name, card in cards.items() if card is not None and not card.p2p]
 
 
 def registry(patient: Patient) -> Iterator[Finding]:

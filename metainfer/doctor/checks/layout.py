@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from metainfer.core.errors import UserError
 from metainfer.doctor.estimate import (
     STOCK,
-    WORKLOAD,
     gpus_of,
     predicted,
     tensor_layouts,
     tensor_sizes,
     told,
     transfers_share,
+    workload_of,
 )
 from metainfer.doctor.finding import Check, Finding, Level, Patient
 from metainfer.plan.layouts import Formats
@@ -36,7 +36,9 @@ def width(patient: Patient) -> Iterator[Finding]:
     ledgers, rates = RankLedgers(), {}
     for size in tensor_sizes(shape, gpus):
         found = predicted(shape, machine, size)
-        fits = ledgers(shape, machine, tensor_layouts(size, gpus), WORKLOAD, Formats()).fits
+        fits = ledgers(
+            shape, machine, tensor_layouts(size, gpus), workload_of(shape), Formats()
+        ).fits
         if found is not None and fits:
             rates[size] = found
     if len(rates) < 2 or max(rates) == 1:
@@ -61,7 +63,7 @@ def width(patient: Patient) -> Iterator[Finding]:
         f"{shape.name} reads faster in {names[best]} than in TP{widest}",
         evidence,
         told(rates[widest], rates[best], f"as {names[best]}")
-        + "; with vLLM or SGLang as they come, prompts of 8,192 tokens",
+        + "; with vLLM or SGLang as they come",
         f"start {gpus // best} servers of {best} cards: CUDA_VISIBLE_DEVICES={cards} vllm serve"
         f" ... --tensor-parallel-size {best} --port 8000, the next with {rest} and --port 8001,"
         " behind any load balancer; where the longest contexts only fit wider, keep one wide",
@@ -77,7 +79,7 @@ def plan(patient: Patient) -> Iterator[Finding]:
     if shape is None or not gpus_of(machine):
         return
     try:
-        found = search(shape, machine, WORKLOAD, RankLedgers(), profile=STOCK)
+        found = search(shape, machine, workload_of(shape), RankLedgers(), profile=STOCK)
     except UserError as error:
         nothing_fits = error.message.startswith("no layout")
         yield Finding(
@@ -98,7 +100,7 @@ def plan(patient: Patient) -> Iterator[Finding]:
         if converted
         else f"of all layouts {found.best.layouts.name} reads fastest, about"
         f" {best.input_per_s:,.0f} input tok/s",
-        f"{found.best.layouts.name}: {best.input_per_s:,.0f} input tok/s, first token of 8,192"
+        f"{found.best.layouts.name}: {best.input_per_s:,.0f} input tok/s, first token"
         f" after {best.ttft_s:.2f} s, {best.tpot_s * 1e3:.1f} ms between tokens, with engines as"
         f" they come; may be off by {best.input_error:.0%}",
         "as released its weights alone are more than all cards hold" if converted else "",

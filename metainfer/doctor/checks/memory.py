@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from metainfer.core.units import format_bytes
-from metainfer.doctor.estimate import WORKLOAD, gpus_of, tensor_layouts, tensor_sizes
+from metainfer.doctor.estimate import gpus_of, tensor_layouts, tensor_sizes, workload_of
 from metainfer.doctor.finding import Check, Finding, Level, Patient
 from metainfer.hardware.facts import Unknown
 from metainfer.plan.layouts import Formats
@@ -23,17 +23,17 @@ def ledger(patient: Patient) -> Iterator[Finding]:
     gpus = gpus_of(machine)
     if shape is None or not gpus:
         return
-    ledgers = RankLedgers()
+    ledgers, work = RankLedgers(), workload_of(shape)
     fitting, refused = [], []
     for size in tensor_sizes(shape, len(gpus)):
         layouts = tensor_layouts(size, len(gpus))
-        found = ledgers(shape, machine, layouts, WORKLOAD, Formats())
+        found = ledgers(shape, machine, layouts, work, Formats())
         if found.fits:
-            asked = (shape, machine, layouts, WORKLOAD, Formats())
+            asked = (shape, machine, layouts, work, Formats())
             fitting.append(
                 f"{layouts.decode.name}: {format_bytes(found.total_bytes)} of"
                 f" {format_bytes(found.limit_bytes)}, contexts to {most_context(*asked):,} tokens,"
-                f" {most_sequences(*asked):,} sequences of {WORKLOAD.longest_context:,}"
+                f" {most_sequences(*asked):,} sequences of {work.longest_context:,}"
             )
         else:
             refused.append((layouts.decode.name, found))
@@ -68,9 +68,9 @@ def late(patient: Patient) -> Iterator[Finding]:
     if shape is None or not gpus:
         return
     sizes = tensor_sizes(shape, len(gpus))
-    ledgers = RankLedgers()
+    ledgers, work = RankLedgers(), workload_of(shape)
     for size in sizes:
-        found = ledgers(shape, machine, tensor_layouts(size, len(gpus)), WORKLOAD, Formats())
+        found = ledgers(shape, machine, tensor_layouts(size, len(gpus)), work, Formats())
         if not found.fits:
             continue
         late_bytes = sum(
@@ -84,7 +84,7 @@ def late(patient: Patient) -> Iterator[Finding]:
             f"graphs, exchanges and scratch take {format_bytes(late_bytes)} a card of"
             f" {shape.name} as TP{size}" + (", which hardly fits" if tight else ""),
             f"{format_bytes(found.free_bytes)} are free for more contexts beside"
-            f" {WORKLOAD.requests_at_once} of {WORKLOAD.longest_context:,} tokens",
+            f" {work.requests_at_once} of {work.longest_context:,} tokens",
             "engines that size caches before they tune and capture end in their first long prompt:"
             " FlashInfer's tuner takes 0.5 GiB with 1,024 rows a step and 1.5 with 8,192"
             if tight
@@ -106,7 +106,11 @@ def host(patient: Patient) -> Iterator[Finding]:
         return
     sizes = tensor_sizes(shape, len(gpus))
     found = RankLedgers()(
-        shape, machine, tensor_layouts(sizes[-1], len(gpus)), WORKLOAD, Formats(engram="host")
+        shape,
+        machine,
+        tensor_layouts(sizes[-1], len(gpus)),
+        workload_of(shape),
+        Formats(engram="host"),
     )
     total = machine.memory.total_bytes
     there = total.why if isinstance(total, Unknown) else format_bytes(total)

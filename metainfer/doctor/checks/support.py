@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from metainfer.doctor.estimate import WORKLOAD, gpus_of, tensor_layouts
+from metainfer.doctor.estimate import gpus_of, tensor_layouts, workload_of
 from metainfer.doctor.finding import Check, Finding, Level, Patient
 from metainfer.doctor.matrix import State, matrix
 from metainfer.plan.layouts import Formats
@@ -30,7 +30,7 @@ def serves(patient: Patient) -> Iterator[Finding]:
             "`metainfer doctor MODEL --matrix` lists what is here and what comes",
         )
     elif gpus_of(machine):
-        found = rank_ledger(shape, machine, tensor_layouts(1, 1), WORKLOAD, Formats())
+        found = rank_ledger(shape, machine, tensor_layouts(1, 1), workload_of(shape), Formats())
         if found.fits:
             yield Finding(_SERVES, Level.OK, f"metainfer serves {shape.name} on one of the cards",
                           "its ledger fits")  # fmt: skip
