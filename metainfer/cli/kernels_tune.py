@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from metainfer.cli.terminal import Terminal
 from metainfer.cli.verb import Verb
-from metainfer.core.config import flag
+from metainfer.core.config import flag, parse_positive
 from metainfer.core.errors import UserError
 from metainfer.core.units import format_count
 from metainfer.hardware.device_names import gpu_number, parse_device
@@ -21,6 +21,7 @@ from metainfer.shipped import SHIPPED_MODEL
 if TYPE_CHECKING:
     from metainfer.hardware.machine import Machine
     from metainfer.kernels.platform import Platform
+    from metainfer.kernels.tune import Work
     from metainfer.kernels.tune_record import Conditions
     from metainfer.kernels.tune_run import Finding
     from metainfer.ops.use import Use
@@ -83,6 +84,7 @@ class TuneOptions:
         "Begin nothing after this time; what was never tuned comes first, and where some is left"
         " the exit code is 3",
         unit="seconds",
+        parse=parse_positive,
     )
     seed: int | None = flag("--seed", "Fixes the inputs; drawn if not given")
     out: Path | None = flag("--out", "Write what was found to this file too", unit="file")
@@ -121,27 +123,21 @@ class _Subject:
 
 
 def run(terminal: Terminal, options: TuneOptions) -> int:
-    from metainfer.arch.families import read_attention
-    from metainfer.bench.record import provenance, write_json
+    from metainfer.bench.record import check_place, provenance, write_json
     from metainfer.comm.group import Group
     from metainfer.hardware.probe import probe
     from metainfer.kernels import tune_record
     from metainfer.kernels.platform import platform
-    from metainfer.kernels.tune import TuneSizes, works_of
     from metainfer.kernels.tune_run import Place, tune
     from metainfer.kernels.tuned import key_of
 
+    plan = _plan_of(options)
+    if options.out is not None:
+        check_place(options.out, "--out")
     on = platform(options.device)
     machine = probe()
-    subject = _subject(options, on, machine)
-    usual = TuneSizes.of(on.device, subject.chunk)
-    sizes = TuneSizes(
-        options.prefill_rows or usual.prefill_rows,
-        options.decode_batches or usual.decode_batches,
-        options.entries or usual.entries,
-    )
-    longest = read_attention(options.model or SHIPPED_MODEL).max_model_len
-    works = works_of(subject.uses, on.registry, on.target, subject.order, sizes, longest)
+    subject = _subject(options, plan, on, machine)
+    works = _works(options, subject, on)
     facts = tune_record.tune_facts(machine, on.device, gpu_number(options.device or ""))
     known = tune_record.find(facts)
     for sentence in known.broken:
@@ -156,18 +152,25 @@ def run(terminal: Terminal, options: TuneOptions) -> int:
     )
     origin = provenance()
     found: list[Finding] = []
+    unkept: dict[str, None] = {}
 
     def kept(findings: Sequence[Finding]) -> None:
         found.extend(findings)
-        tune_record.keep(facts, subject.conditions, findings, origin)
+        try:
+            tune_record.keep(facts, subject.conditions, findings, origin)
+        except OSError as error:
+            unkept[str(error)] = None
 
     terminal.say(f"{format_count(len(works))} operations on {on.name} as {on.target}")
     with terminal.progress("tuned", "steps") as progress:
         try:
             left = tune(place, works, Group(), kept, progress.update, options.budget_s)
         except KeyboardInterrupt:
-            terminal.say(f"interrupted; what was found of {len(found)} operations is kept")
+            where = "is kept" if not unkept else f"is lost: {next(iter(unkept))}"
+            terminal.say(f"interrupted; what was found of {len(found)} operations {where}")
             raise
+    for why in unkept:
+        terminal.hint(f"times are not kept where serve looks for them: {why}")
     entries = [tune_record.entry(finding, subject.conditions) for finding in found]
     record = tune_record.make_record(facts, entries, origin)
     if options.out is not None:
@@ -179,12 +182,25 @@ def run(terminal: Terminal, options: TuneOptions) -> int:
     return _NOT_ALL_RUN if left else 0
 
 
-def _subject(options: TuneOptions, on: Platform, machine: Machine) -> _Subject:
+def _works(options: TuneOptions, subject: _Subject, on: Platform) -> list[Work]:
+    from metainfer.arch.families import read_attention
+    from metainfer.kernels.tune import TuneSizes, works_of
+
+    usual = TuneSizes.of(on.device, subject.chunk)
+    sizes = TuneSizes(
+        options.prefill_rows or usual.prefill_rows,
+        options.decode_batches or usual.decode_batches,
+        options.entries or usual.entries,
+    )
+    longest = read_attention(options.model or SHIPPED_MODEL).max_model_len
+    return works_of(subject.uses, on.registry, on.target, subject.order, sizes, longest)
+
+
+def _subject(options: TuneOptions, plan: Plan | None, on: Platform, machine: Machine) -> _Subject:
     from metainfer.kernels.tune_record import Conditions
     from metainfer.ops.uses import uses_of
     from metainfer.plan.plan import plain_dtype
 
-    plan = _plan_of(options)
     model, ranks = options.model or SHIPPED_MODEL, options.tensor_parallel_size
     if plan is not None:
         formats = _formats(plan)
@@ -209,7 +225,10 @@ def _plan_of(options: TuneOptions) -> Plan | None:
 
     if options.plan is None:
         return None
-    return Plan.from_json(options.plan.read_text("utf-8", "replace"))
+    try:
+        return Plan.from_json(options.plan.read_text("utf-8", "replace"))
+    except UserError as error:
+        raise UserError(f"{options.plan}: {error.message}", error.hint) from error
 
 
 def _formats(plan: Any) -> dict[str, str]:

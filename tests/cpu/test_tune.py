@@ -19,21 +19,16 @@ from metainfer.comm.group import Group
 from metainfer.hardware.probe import probe
 from metainfer.kernels import tune, tune_record, tune_run, verify_record
 from metainfer.kernels.builtin import builtin_registry
-from metainfer.kernels.cuda.few_rows import _cycles, arrangement
 from metainfer.kernels.platform import Platform
 from metainfer.kernels.reference import BACKENDS as REFERENCE_BACKENDS
 from metainfer.kernels.reference.norm import rms_norm
 from metainfer.kernels.registry import Backend, Registry, Variant, no
-from metainfer.kernels.triton import moe
-from metainfer.kernels.triton.launch import JitLauncher
-from metainfer.kernels.triton.moe_tiles import height_of
 from metainfer.kernels.tune import Bench, TimedRows, TuneSizes, Work, in_turns, works_of
 from metainfer.kernels.tune_record import Found, find
 from metainfer.kernels.tune_run import Finding, Place, agreed
 from metainfer.kernels.tuned import NOT_TUNED
 from metainfer.llm.engine import load_model
 from metainfer.ops.base import Load, Target
-from metainfer.ops.catalogue import OPS
 from metainfer.ops.moe import SwigluCase
 from metainfer.ops.norm import RmsNormCase
 from metainfer.ops.use import BOTH, Use
@@ -140,34 +135,6 @@ def test_works_have_all_candidates_at_all_rows_those_with_a_choice_first() -> No
     assert norm.candidates == ("cpu", "cpu:few")
     assert norm.loads == {n: (Load(n, 512),) for n in (1, 8, 64, 512)}
     assert (other.op, list(other.loads)) == ("moe.swiglu", [1, 8])
-
-
-@pytest.mark.parametrize("rows", [3, 40])
-def test_variants_of_experts_in_triton_are_what_the_reference_is(rows: int) -> None:
-    launch = JitLauncher((9, 0), 132)
-    declared = [one.bind(launch) for one in moe.BACKENDS if one.op == "moe.experts"]
-    registry = Registry((*declared, *REFERENCE_BACKENDS))
-    on = Platform("cpu", Target("cuda", (9, 0)), registry, "interpreter")
-    case = OPS["moe.experts"].small_cases[0]
-    candidates = registry.candidates("moe.experts", case, on.target)
-    assert candidates == ("triton", "triton:lower", "triton:taller")
-    made = Work("moe.experts", case, {rows: (Load(rows, 100),)}, candidates)
-    for name in candidates:
-        assert Bench(on, seed=5).problem(made, name) == ""
-
-
-def test_heights_of_tiles_move_within_what_there_is() -> None:
-    case = OPS["moe.experts"].cases["deepseek-v4-flash"][0]
-    heights = [[height_of(case, rows, step) for step in (-1, 0, 1)] for rows in (1, 1024, 10**6)]
-    assert heights == [[16, 16, 32], [16, 32, 64], [64, 128, 128]]
-
-
-def test_arrangements_are_ordered_by_their_time_on_paper() -> None:
-    first, second, third = (arrangement(1, 96, 32, 132, place=place) for place in range(3))
-    assert first == arrangement(1, 96, 32, 132)
-    assert len({first, second, third}) == 3
-    cycles = [_cycles(one, 1, 96, 32, 132) for one in (first, second, third)]
-    assert cycles == sorted(cycles)
 
 
 # ---- ranks ----
@@ -346,6 +313,16 @@ def test_interrupted_tuning_keeps_what_is_done(
     assert known_here().tuning().operations == 2  # of three pieces each: two checks, the times
 
 
+def test_times_that_cannot_be_kept_are_told_all_the_same(
+    at_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_home.write_text("a file where a directory should be")
+    ran = metainfer(*SMALL)
+    assert ran.code == 0, ran.err
+    assert "moe.swiglu i128" in ran.out
+    assert ran.err.count("times are not kept where serve looks for them: ") == 1
+
+
 def test_a_run_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("metainfer.plan.tuning.default_cache", lambda: tmp_path)
     ran = metainfer(
@@ -353,7 +330,7 @@ def test_a_run_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path
     )
     assert ran.code == 0, ran.err
     assert "sample.draw" in ran.out
-    ran = metainfer(*SMALL, "--budget", "0")
+    ran = metainfer(*SMALL, "--budget", "1e-6")
     assert ran.code == 3
     assert "4 of 4 operations were not reached; run it again" in ran.err
 
@@ -365,6 +342,9 @@ def test_a_run_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path
         (("--decode-batches", "0"), "--decode-batches must be at least 1"),
         (("--out", "."), "is a directory"),
         (("pebble", "--plan", "no-such.json"), "no such file"),
+        (("pebble", "--plan", "README.md"), "README.md: the plan is not a JSON plan record"),
+        (("--budget", "0"), "is not a number above 0"),
+        (("--out", "/proc/record.json"), "--out"),
     ],
 )
 def test_what_cannot_be_tuned_is_refused(flags: tuple[str, ...], sentence: str) -> None:
