@@ -36,7 +36,7 @@ def run(terminal: Terminal, options: ValidateOptions) -> int:
 
 VERB = Verb(
     "plan validate",
-    "Set predictions beside published figures, also with constants set without a machine's own",
+    "Set predictions beside published figures",
     (("plan validate", ValidateOptions),),
     run,
     examples=("metainfer plan validate", "metainfer plan validate --explain"),

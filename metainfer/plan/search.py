@@ -197,16 +197,16 @@ def _try_all(
         refused = Rejection(
             layouts.name, "a prompt has less than 128 tokens for each rank of its group"
         )
-        for options in _options(phases, layouts, workload, form, objective):
+        for options in _options(phases, layouts, workload, form):
             # Of a layout that is too small whatever the chunk, one reason is enough.
-            smallest = min(options, key=lambda option: option[0].chunk_rows)
-            least = ledger(released, machine, layouts, workload, smallest[0])
+            smallest = options[0]
+            least = ledger(released, machine, layouts, workload, smallest)
             if not least.fits:
                 missing = max(0, least.total_bytes - least.limit_bytes)
                 refused = Rejection(layouts.name, least.reason, missing)
                 continue
-            for formats, prediction in options:
-                known = formats is smallest[0]
+            for formats, prediction in _predicted(phases, layouts, workload, options, objective):
+                known = formats is smallest
                 fits = least if known else ledger(released, machine, layouts, workload, formats)
                 if fits.fits:
                     _keep(found.fitting, Candidate(layouts, formats, prediction, fits), objective)
@@ -231,20 +231,31 @@ def _keep(fitting: dict[_Ways, Candidate], one: Candidate, objective: str) -> No
 
 
 def _options(
-    phases: Phases, layouts: Layouts, workload: Workload, form: Formats, objective: str
-) -> Iterator[list[tuple[Formats, Prediction]]]:
+    phases: Phases, layouts: Layouts, workload: Workload, form: Formats
+) -> Iterator[list[Formats]]:
     """What to try in a layout: for each place of n-gram tables, those outside the GPU first,
-    chunks that differ for prompts of this length, the best first."""
+    chunks that differ for prompts of this length, the smallest first."""
     enough = [size for size in CHUNKS if size < workload.input_tokens * workload.requests_at_once]
     for place in _PLACES if phases.shape.engram is not None else _PLACES[:1]:
         options = [
-            (formats, predict(phases, layouts, formats, workload))
+            replace(form, chunk_rows=size, engram=place)
             for size in CHUNKS[: len(enough) + 1]
             if fits_chunk(layouts, min(size, workload.input_tokens))
-            for formats in (replace(form, chunk_rows=size, engram=place),)
         ]
         if options:
-            yield sorted(options, key=lambda option: _rank(objective, option[1]))
+            yield options
+
+
+def _predicted(
+    phases: Phases,
+    layouts: Layouts,
+    workload: Workload,
+    options: Sequence[Formats],
+    objective: str,
+) -> list[tuple[Formats, Prediction]]:
+    """The best first."""
+    told = [(formats, predict(phases, layouts, formats, workload)) for formats in options]
+    return sorted(told, key=lambda option: _rank(objective, option[1]))
 
 
 def _rank(objective: str, prediction: Prediction) -> tuple[float, ...]:

@@ -128,7 +128,7 @@ def test_experts_in_four_bits_where_the_released_model_fits_nowhere() -> None:
     result = found(model="glm-5.3", judge=judge)
     assert result.best.formats.experts == "fp4"
     assert "experts in fp4, its other matrices in fp8" in result.notes[0]
-    assert found(model="glm-5.3").notes == ()
+    assert not any("converted" in note for note in found(model="glm-5.3").notes)
 
 
 def test_nothing_fits() -> None:

@@ -1,0 +1,238 @@
+"""Plans of two machines side by side, commands of other engines read and written."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from metainfer.arch.shape_of import read_shape
+from metainfer.cli.main import load_verb
+from metainfer.core.config import flags_of
+from metainfer.core.errors import UserError
+from metainfer.hardware.known import machine_of
+from metainfer.plan.emit import emit
+from metainfer.plan.engine_commands import (
+    ABSENT,
+    KEPT,
+    MAPPED,
+    NO_EFFECT,
+    SGLANG,
+    UNKNOWN,
+    VERDICTS,
+    VLLM,
+    SetUp,
+    flags_of_engine,
+    known_model,
+    read_command,
+)
+from metainfer.plan.layouts import Layout, Layouts
+from metainfer.plan.ledger_ranks import RankLedgers
+from metainfer.plan.search import Result, search
+from metainfer.plan.workload import Workload
+from tests.fakes.command import metainfer
+
+SCRIPT = """#!/bin/bash
+# a server
+export NCCL_P2P_DISABLE=1
+export MY_OWN=3
+vllm serve deepseek-ai/DeepSeek-V4-Flash -tp 4 --enable_expert_parallel \\
+  --max-model-len=128K --max-num-seqs 16 --speculative-config '{"method": "mtp"}' \\
+  --served-model-name one two --block-size 256 --frobnicate 3 --trust-remote-code
+"""
+
+
+def verdicts(set_up: SetUp) -> dict[str, str]:
+    return {said.written.split()[0].split("=")[0]: said.verdict for said in set_up.said}
+
+
+def test_every_flag_and_variable_of_a_command_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "start.sh"
+    path.write_text(SCRIPT, encoding="utf-8")
+    read = read_command(str(path))
+    assert read == read_command(SCRIPT)
+    assert (read.engine, read.layout) == (VLLM, Layout(tensor=4, expert=4))
+    assert (read.context_tokens, read.requests, read.chunk_rows) == (131072, 16, None)
+    assert read.no_peers and read.speculates and not read.eager and not read.tuned
+    assert known_model(read.model) == "deepseek-v4-flash"
+    assert verdicts(read) == {
+        "NCCL_P2P_DISABLE": MAPPED, "MY_OWN": UNKNOWN, "deepseek-ai/DeepSeek-V4-Flash": KEPT,
+        "-tp": KEPT, "--enable-expert-parallel": MAPPED, "--max-model-len": KEPT,
+        "--max-num-seqs": KEPT, "--speculative-config": ABSENT, "--served-model-name": KEPT,
+        "--block-size": NO_EFFECT, "--frobnicate": UNKNOWN, "--trust-remote-code": NO_EFFECT,
+    }  # fmt: skip
+
+
+def test_a_command_of_sglang() -> None:
+    read = read_command(
+        "CUDA_VISIBLE_DEVICES=0,1,2,3 NCCL_MIN_NCHANNELS=16 python3 -m sglang.launch_server"
+        " --model-path /data/DeepSeek-V4.1-Flash --tp 2 --dp 2 --ep-size 2"
+        " --chunked-prefill-size 2048 --enable-dp-attention --disable-cuda-graph"
+    )
+    assert (read.engine, read.layout) == (SGLANG, Layout(replicas=2, tensor=2, expert=2))
+    assert (read.rows, read.visible, read.tuned, read.eager) == (2048, 4, True, True)
+    assert known_model(read.model) == "deepseek-v4.1-flash"
+    assert verdicts(read)["--enable-dp-attention"] == NO_EFFECT
+    assert known_model("/data/GLM-5.3-NVFP4") == "glm-5.3"
+    assert read_command("vllm serve x/GLM-5.3-NVFP4").experts == "nvfp4"
+
+
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        ("llama-server -m x", "neither vLLM nor SGLang"),
+        ("vllm serve m --tensor-parallel-size four", "'four' where a number must be"),
+        ("vllm serve m -tp 0", "gives 0 where at least 1"),
+        ("vllm serve m -tp 4 -dcp 3", "3 shards of caches do not divide 4 ranks"),
+        ("vllm serve 'm", "does not read as a shell's"),
+    ],
+)
+def test_commands_that_are_none(command: str, sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        read_command(command)
+
+
+@pytest.mark.parametrize("engine", [VLLM, SGLANG])
+def test_what_flags_are_mapped_to_is_there(engine: str) -> None:
+    ours = {
+        name
+        for _, record in load_verb("serve").records
+        for bound in flags_of(record)
+        for name in (bound.flag.name, *bound.flag.aliases)
+    }
+    names: list[str] = []
+    for flag in flags_of_engine(engine):
+        names += flag.names
+        assert flag.verdict in VERDICTS and flag.takes in ("value", "many", "switch")
+        if flag.to.startswith("--"):
+            assert flag.to.replace("--no-", "--") in ours, flag.to
+        if flag.verdict in (ABSENT, NO_EFFECT):
+            assert flag.why
+        if flag.verdict == KEPT:
+            assert flag.to in flag.names
+    assert len(names) == len(set(names))
+
+
+@pytest.fixture(scope="module")
+def planned() -> Result:
+    return search(
+        read_shape("deepseek-v4-flash"),
+        machine_of("rtx-pro-6000-x8"),
+        Workload(8192, 512, 16),
+        RankLedgers(),
+        profile="stock",
+    )
+
+
+def with_layout(result: Result, layout: Layout, prefill: Layout | None = None) -> Result:
+    best = replace(result.best, layouts=Layouts(prefill or layout, layout))
+    return replace(result, ranked=(best, *result.ranked[1:]))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(tensor=8),
+        Layout(tensor=8, expert=8),
+        Layout(tensor=2, pipeline=4),
+        Layout(pipeline=4),
+        Layout(tensor=4, expert=4, kv_shards=2),
+    ],
+)
+@pytest.mark.parametrize("engine", [VLLM, SGLANG])
+def test_what_is_written_is_read_again(planned: Result, layout: Layout, engine: str) -> None:
+    asked = with_layout(planned, layout)
+    emitted = emit(asked, engine, "deepseek-v4-flash")
+    assert len(emitted.commands) == 1
+    read = read_command(emitted.commands[0])
+    lost = engine == SGLANG and layout.kv_shards > 1
+    assert read.layout == (replace(layout, kv_shards=1) if lost else layout)
+    assert any("caches of decoding" in sentence for sentence in emitted.lost) == lost
+    assert read.rows == asked.best.formats.chunk_rows
+    assert (read.requests, read.context_tokens) == (16, 8704)
+    assert all(said.verdict in (KEPT, MAPPED) for said in read.said)
+
+
+def test_replicas_are_servers_of_vllm_and_a_flag_of_sglang(planned: Result) -> None:
+    asked = with_layout(planned, Layout(replicas=4, tensor=2))
+    vllm = emit(asked, VLLM, "m").commands
+    reads = [read_command(command) for command in vllm]
+    assert [read.layout for read in reads] == [Layout(tensor=2)] * 4
+    assert {read.visible for read in reads} == {2} and len(set(vllm)) == 4
+    assert [read.requests for read in reads] == [4] * 4
+    assert read_command(emit(asked, SGLANG, "m").commands[0]).layout == asked.best.layouts.decode
+
+
+def test_what_an_engine_cannot_say_is_told(planned: Result) -> None:
+    asked = with_layout(planned, Layout(tensor=8, expert=2), Layout(context=8, expert=2))
+    said = emit(asked, VLLM, "m").lost
+    assert any("CP8" in sentence for sentence in said)
+    assert any("experts in 2 parts" in sentence for sentence in said)
+    ours = emit(asked, "metainfer", "m")
+    assert any("serves one rank" in sentence for sentence in ours.lost)
+    assert ours.commands[0].startswith("metainfer serve m --max-model-len 8704")
+    alone = emit(with_layout(planned, Layout(replicas=8)), "metainfer", "m")
+    assert not alone.lost and len(alone.commands) == 8
+
+
+def test_advice_says_what_would_do_better() -> None:
+    ran = metainfer("plan", "--machine", "rtx-pro-6000-x4", "--from", SCRIPT)
+    assert ran.code == 0 and max(map(len, ran.out.splitlines())) <= 100
+    for part in ("unknown:", "--frobnicate 3", "as it is", "better", "metainfer  ", "drafts"):
+        assert part in ran.out
+    asked = ("plan", "--machine", "rtx-pro-6000-x4", "--json", "--from")
+    told = json.loads(metainfer(*asked, SCRIPT).out)
+    freed = json.loads(metainfer(*asked, SCRIPT.replace("DISABLE=1", "DISABLE=0")).out)
+    assert freed["now"]["input_tokens_per_s"] > 2 * told["now"]["input_tokens_per_s"]
+    assert told["better"][0]["gain"] > freed["better"][0]["gain"] >= 0
+    # Odd numbers of ranks divide nothing of this model.
+    odd = json.loads(metainfer(*asked, "vllm serve deepseek-v4-flash -tp 3").out)
+    assert odd["now"] is None and "64 attention heads / 3 ranks" in odd["problem"]
+    many = metainfer(*asked, "vllm serve deepseek-v4-flash -tp 8")
+    assert many.code == 2 and "needs 8 GPUs (TP8) and has 4" in many.err
+    other = metainfer(*asked, "vllm serve somebody/else")
+    assert other.code == 2 and "give MODEL beside --from" in other.err
+
+
+def test_two_machines_side_by_side() -> None:
+    asked = ("plan", "deepseek-v4-flash", "--compare", "rtx-pro-6000-x2", "rtx-pro-6000-x4")
+    ran = metainfer(*asked)
+    assert ran.code == 0 and "needs --power-w A,B" in ran.out and "--price-per-hour" in ran.out
+    assert max(map(len, ran.out.splitlines())) <= 100
+    given = ("--power-w", "1200,2400", "--price-per-hour", "2,4")
+    told = json.loads(metainfer(*asked, *given, "--json").out)
+    small, large = told["machines"]
+    assert 1.0 < told["machines_of_first_per_second"]["requests_per_s"] < 4.0
+    tokens = large["requests_per_s"] * (8192 + 512)
+    assert large["tokens_per_joule"] == pytest.approx(tokens / 2400)
+    assert large["cost_per_million_tokens"] == pytest.approx(4 / 3600 / tokens * 1e6)
+    assert small["tokens_per_joule"] > 0
+    assert "needs --" not in metainfer(*asked, *given).out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--power-w", "1,2"), "--power-w is of --compare, which is not given"),
+        (("--compare", "rtx-pro-6000-x2"), "--compare takes two machines, not 1"),
+        (("--compare", "h200-x1", "rtx-pro-6000-x4"), "h200-x1: no layout of 1 GPU holds"),
+        (("--compare", "a", "b", "--emit", "vllm"), "--compare and --emit do not go together"),
+        (("--compare", "a", "b", "--price-per-hour", "3"), "is not two numbers above 0"),
+        (("--compare", "a", "b", "--machine", "c"), "leave out --machine"),
+    ],
+)
+def test_mistakes_are_sentences(arguments: tuple[str, ...], sentence: str) -> None:
+    ran = metainfer("plan", "deepseek-v4-flash", *arguments)
+    assert ran.code == 2 and sentence in ran.err
+
+
+def test_this_version_says_that_it_serves_one_rank() -> None:
+    asked = ("plan", "deepseek-v4-flash", "--machine", "rtx-pro-6000-x4")
+    ran = metainfer(*asked)
+    assert "this version serves one rank: 2 GPUs need" in ran.out
+    assert "compiled for sm_120 and not timed there" in " ".join(ran.out.split())
+    stock = json.loads(metainfer(*asked, "--engine", "stock", "--json").out)
+    assert stock["engine"] == "stock" and stock["engine_meaning"]
+    assert not any("one rank" in note for note in stock["notes"])
