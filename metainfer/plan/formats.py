@@ -9,7 +9,7 @@ from metainfer.core.errors import UserError
 from metainfer.hardware.machine import Machine, Unknown
 from metainfer.ops.base import Target
 from metainfer.ops.capabilities import Capabilities
-from metainfer.ops.uses_v4 import served_uses
+from metainfer.ops.uses_v4 import is_quantised, served_uses
 from metainfer.plan.caches import cache_dtypes
 from metainfer.plan.plan import Origin, Value
 from metainfer.plan.proof import CacheProof
@@ -68,9 +68,7 @@ def choose_activations(
     arch: Arch, settings: EngineSettings, capabilities: Capabilities
 ) -> Value[str]:
     """How rows go into products with quantised matrices."""
-    stored = arch.quantisation
-    plain = {WeightFormat.F32, WeightFormat.BF16}
-    if {stored.linear, stored.experts} <= plain:
+    if not is_quantised(arch):
         if settings.activations == "fp8":
             raise UserError(
                 f"--activations fp8: no matrix of {arch.name} is quantised",
