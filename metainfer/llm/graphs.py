@@ -82,7 +82,8 @@ class DecodeSteps(Generic[C]):
 
     Attributes:
         num_captured: shapes that have a graph.
-        num_missed: steps whose shape should have one and has none.
+        num_missed: decode steps that should have one and have none, those that are larger than all
+            shapes among them.
     """
 
     def __init__(
@@ -121,16 +122,19 @@ class DecodeSteps(Generic[C]):
     def shape_of(self, step: Step) -> Shape | None:
         """The smallest shape that holds `step`; None where it is not a decode step, wants more than
         logits, or is larger than all."""
-        if step.num_decode_sequences < len(step.sequences):
+        if not _wants_shape(step):
             return None
-        if any(part.prompt_logprobs for part in step.sequences):
-            return None
-        longest = max(part.start + len(part.token_ids) for part in step.sequences)
-        rows = bisect_left(self._row_sizes, step.num_rows)
-        blocks = bisect_left(self._block_sizes, blocks_for(longest))
+        wanted = _exact_shape(step)
+        rows = bisect_left(self._row_sizes, wanted.rows)
+        blocks = bisect_left(self._block_sizes, wanted.blocks)
         if rows == len(self._row_sizes) or blocks == len(self._block_sizes):
             return None
         return Shape(self._row_sizes[rows], self._block_sizes[blocks])
+
+    def note_shapeless(self, step: Step) -> None:
+        """Count a step that has no shape, where it is a decode step that is larger than all."""
+        if _wants_shape(step):
+            self._note_missed(_exact_shape(step))
 
     def capture(self) -> None:
         """Run every shape once, and make graphs of them; the cache's spare rows alone change. Call
@@ -206,10 +210,26 @@ class DecodeSteps(Generic[C]):
             return
         if self.num_missed == 0:
             _log.warning(
-                "a decode step of %d rows over %d blocks has no graph and runs kernel by kernel",
+                "a decode step of %d rows over %d blocks has no graph and runs kernel by kernel; the"
+                " largest shape has %d rows over %d blocks",
                 *shape,
+                self._row_sizes[-1],
+                self._block_sizes[-1],
             )
         self.num_missed += 1
+
+
+def _wants_shape(step: Step) -> bool:
+    """Whether it is a decode step that wants logits alone."""
+    if step.num_decode_sequences < len(step.sequences):
+        return False
+    return not any(part.prompt_logprobs for part in step.sequences)
+
+
+def _exact_shape(step: Step) -> Shape:
+    """Its own rows and blocks."""
+    longest = max(part.start + len(part.token_ids) for part in step.sequences)
+    return Shape(step.num_rows, blocks_for(longest))
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -172,6 +172,8 @@ class Runner(Generic[C]):
             read = self._batch.read if has_unread(step) else None
             logits_TV = self.decode_steps.run(shape, numbers, read)
             return self._sampled(step, logits_TV), [None] * len(step.sequences)
+        if self.decode_steps is not None:
+            self.decode_steps.note_shapeless(step)
         inputs = self._batch.build(step)
         streams_WSD = self._model.forward(inputs, self._cache)
         logits_RV = None

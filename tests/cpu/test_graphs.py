@@ -217,3 +217,17 @@ def test_what_has_no_graph_is_counted(random_weights: RandomModel, expected, cap
     assert tokens_of(story(bench, random_weights)) == tokens_of(expected)
     assert steps.num_missed == 20
     assert sum("has no graph" in record.message for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize("sizes", [((1, 2), (4,)), ((3,), (1,))])
+def test_steps_larger_than_all_graphs_are_counted(
+    random_weights: RandomModel, expected, caplog, sizes
+) -> None:
+    graphs = TapeGraphs()
+    registry = trimming_registry(graphs.opaque)
+    bench = Bench(random_weights, registry, FixedShapes(*sizes, graphs))
+    steps = bench.runner.decode_steps
+    assert steps is not None
+    assert tokens_of(story(bench, random_weights)) == tokens_of(expected)
+    assert 0 < steps.num_missed == 20 - graphs.replays
+    assert sum("has no graph" in record.message for record in caplog.records) == 1
