@@ -210,8 +210,8 @@ class DecodeSteps(Generic[C]):
             return
         if self.num_missed == 0:
             _log.warning(
-                "a decode step of %d rows over %d blocks has no graph and runs kernel by kernel; the"
-                " largest shape has %d rows over %d blocks",
+                "a decode step of %d rows over %d blocks has no graph and runs kernel by kernel;"
+                " the largest shape has %d rows over %d blocks",
                 *shape,
                 self._row_sizes[-1],
                 self._block_sizes[-1],
