@@ -24,6 +24,11 @@ class Unknown:
 NOT_ASKED = Unknown("nobody looked")
 """The fact is not part of what was recorded."""
 
+_MOST = 1e24
+"""No number of a machine reaches it, whatever it counts; nor is NaN below it."""
+_LONGEST_TEXT = 2**17  # a variable of the environment may be that long
+_LONGEST_SHOWN = 60
+
 
 def plain(value: Any) -> Any:
     """Records as objects, Unknown as {"unknown": why}."""
@@ -69,8 +74,18 @@ def _value(hint: Any, given: Any, path: str) -> Any:
     if origin is Mapping and isinstance(given, dict):
         return {key: _value(arguments[1], item, f"{path}.{key}") for key, item in given.items()}
     if type(given) is not hint and not (hint is float and type(given) is int):
-        raise UserError(f"machine field {path} is {given!r}, which is not what stands there")
+        raise UserError(f"machine field {path} is {_short(given)}, which is not what stands there")
+    if isinstance(given, int | float) and not abs(given) < _MOST:
+        raise UserError(f"machine field {path} is {_short(given)}, which nothing is")
+    if isinstance(given, str) and len(given) > _LONGEST_TEXT:
+        raise UserError(f"machine field {path} has {len(given):,} characters")
     return given
+
+
+def _short(given: Any) -> str:
+    """Of any size, as it is shown in a sentence."""
+    text = f"{given:.3e}" if isinstance(given, float) else repr(given)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
 
 
 def _one_of(kinds: tuple[Any, ...], given: Any, path: str) -> Any:

@@ -15,6 +15,8 @@ from metainfer.hardware.measured import with_measured
 from metainfer.hardware.probe import probe
 
 _FOLDER = Path(__file__).parent / "machines"
+_MOST_BYTES = 16 * 10**6
+"""Of a record; one of 64 GPUs with all curves has under a tenth of it."""
 
 
 def machine_names() -> tuple[str, ...]:
@@ -38,8 +40,13 @@ def machine_of(text: str | None) -> Machine:
     path = Path(text)
     if not path.is_file():
         raise UserError(f"--machine: '{text}' is no file and no recorded machine", hint=_near(text))
+    if path.stat().st_size > _MOST_BYTES:
+        raise UserError(
+            f"{path}: the machine is not a JSON record",
+            hint=f"it has more than {_MOST_BYTES / 1e6:.0f} MB",
+        )
     try:
-        return Machine.from_json(path.read_text(encoding="utf-8"))
+        return Machine.from_json(path.read_text(encoding="utf-8-sig"))
     except UnicodeDecodeError as error:
         raise UserError(
             f"{path}: the machine is not a JSON record", hint="it is not text"

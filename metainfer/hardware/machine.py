@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from metainfer.core.errors import UserError
+from metainfer.hardware.coherence import require_coherent
 from metainfer.hardware.curves import Curve, Rate
 from metainfer.hardware.facts import NOT_ASKED, Unknown, plain, record_of
 from metainfer.hardware.pcie import Bridge, PcieLink, Peer
@@ -216,15 +217,24 @@ class Machine:
 
     @classmethod
     def from_json(cls, text: str) -> Machine:
-        """Raises UserError naming what is unknown, missing, of a wrong type or another version."""
+        """Raises UserError naming what is unknown, missing, of a wrong type, another version or
+        such as no machine has."""
         try:
             record = json.loads(text)
+        except RecursionError as error:
+            raise UserError(
+                "the machine is not a JSON record", hint="it is nested too deeply"
+            ) from error
         except ValueError as error:
             raise UserError("the machine is not a JSON record", hint=str(error)) from error
         if not isinstance(record, dict):
-            raise UserError("the machine is not a JSON record")
+            raise UserError("the machine is not a JSON record", hint="it is no object")
         version = record.pop("version", None)
         if version != MACHINE_VERSION:
-            raise UserError(f"the machine has version {version}, this one reads {MACHINE_VERSION}")
+            raise UserError(
+                f"the machine has version {version!r:.40}, this one reads {MACHINE_VERSION}",
+                hint="`metainfer probe --out FILE` writes it anew",
+            )
         machine: Machine = record_of(cls, record)
+        require_coherent(machine)
         return machine

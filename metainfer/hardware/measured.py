@@ -13,6 +13,7 @@ from pathlib import Path
 
 from metainfer.core.errors import UserError
 from metainfer.core.units import format_bytes
+from metainfer.hardware.coherence import require_measurements
 from metainfer.hardware.curves import (
     COPY,
     LOAD,
@@ -94,9 +95,10 @@ def read_measured(machine: Machine, cache: Path | None = None) -> Measured | str
         if not isinstance(record, dict) or record.pop("version", None) != _VERSION:
             return "what is kept is of another version"
         measured: Measured = record_of(Measured, record)
+        require_measurements(measured.curves, measured.rates, len(machine.gpus))
     except FileNotFoundError:
         return "nothing was measured yet"
-    except (OSError, ValueError, UserError) as error:
+    except (OSError, ValueError, RecursionError, UserError) as error:
         return f"what is kept cannot be read: {error}"
     return _changed(machine, measured) or measured
 

@@ -23,6 +23,7 @@ _ENABLED = 1
 _INSUFFICIENT_SIZE = 7
 _BUS_LENGTH = 32
 _NAME_LENGTH = 96
+_SAYS_0 = Unknown("the driver says 0")
 _P2P_READ, _P2P_WRITE, _P2P_NVLINK, _P2P_ATOMICS = 0, 1, 2, 3  # nvmlGpuP2PCapsIndex_t
 # Arithmetic throughput of fp32 a clock and SM (CUDA C++ Programming Guide); 128 from sm_86 on.
 _CORES_OF_SM: Mapping[tuple[int, int], int] = MappingProxyType({(7, 0): 64, (7, 5): 64, (8, 0): 64})
@@ -190,7 +191,7 @@ class NvmlCard:
         capability, cores = self.capability(), self._number("nvmlDeviceGetNumGpuCores")
         if isinstance(capability, Unknown) or isinstance(cores, Unknown):
             return capability if isinstance(capability, Unknown) else cores
-        return cores // _CORES_OF_SM.get(capability, 128)
+        return cores // _CORES_OF_SM.get(capability, 128) or _SAYS_0
 
     def memory_bytes_per_s(self) -> float | Unknown:
         """Nominal: the bus at the most that the memory's clock goes to, two transfers a clock."""
@@ -198,10 +199,12 @@ class NvmlCard:
         mhz = self.clocks().most_memory_mhz
         if isinstance(width, Unknown) or isinstance(mhz, Unknown):
             return width if isinstance(width, Unknown) else mhz
-        return width / 8 * mhz * 1e6 * 2
+        return width / 8 * mhz * 1e6 * 2 or _SAYS_0
 
     def link(self) -> PcieLink:
-        ask = self._number
+        def ask(call: str) -> int | Unknown:
+            return self._number(call) or _SAYS_0  # below some virtual machines
+
         return PcieLink(
             generation=ask("nvmlDeviceGetCurrPcieLinkGeneration"),
             width=ask("nvmlDeviceGetCurrPcieLinkWidth"),

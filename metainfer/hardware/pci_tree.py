@@ -75,7 +75,9 @@ def read_link(root: Path, bus_id: str) -> PcieLink:
 
     def number(name: str) -> int | Unknown:
         text = _text(root, bus_id, name)
-        return int(text) if text.isdigit() else Unknown(f"sysfs has no {name} of {bus_id}")
+        # 0: there is a port, but no link that it would know of, as below virtual machines.
+        known = text.isdigit() and int(text) > 0
+        return int(text) if known else Unknown(f"sysfs has no {name} of {bus_id}")
 
     def generation(name: str) -> int | Unknown:
         rate = _text(root, bus_id, name).partition(" ")[0]

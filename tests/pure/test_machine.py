@@ -17,10 +17,11 @@ from metainfer.hardware.cgroup import Grant, read_grant
 from metainfer.hardware.curves import Curve, Rate
 from metainfer.hardware.gpus import parse_listing, read_listing
 from metainfer.hardware.host import read_cpu, read_memory
+from metainfer.hardware.known import machine_of
 from metainfer.hardware.machine import Gpu, Machine, Source, Unknown
 from metainfer.hardware.pcie import Bridge, PcieLink, Peer
 from metainfer.hardware.probe import probe
-from tests.fakes.machines import GIB, make_machine
+from tests.fakes.machines import GIB, make_machine, two_sockets
 
 MEMINFO = "MemTotal: 8388608 kB\nMemFree: 100 kB\nMemAvailable: 6291456 kB\nHugePages_Total: 0\n"
 
@@ -85,7 +86,78 @@ def test_a_record_that_is_wrong_is_refused_by_name(change, sentence):
         Machine.from_json(json.dumps(record))
 
 
-@pytest.mark.parametrize("text", ["", "[]", "3", "{"])
+def _first(field: str, value):
+    return lambda r: r["gpus"][0].update({field: value})
+
+
+def _curve(**change):
+    fields = {
+        "means": "NCCL", "operation": "all_reduce", "gpus": [0, 1], "at_once": True,
+        "bytes": [8, 16], "seconds": [1e-5, 2e-5], "verified": True, "source": "a paper",
+    }  # fmt: skip
+    return lambda r: r.update(curves=[{**fields, **change}])
+
+
+def _rate(**change):
+    return lambda r: r.update(
+        rates=[{"work": "copy", "rows": 0, "per_s": 1.0, "source": "", **change}]
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (_first("multiprocessors", 0), r"gpus\[0\].multiprocessors is 0"),
+        (_first("memory_bytes", -1), r"gpus\[0\].memory_bytes is -1"),
+        (_first("memory_bytes", 10**400), r"memory_bytes is 1000.*\.\.\., which nothing is"),
+        (_first("free_bytes", 97 * GIB), r"gpus\[0\].free_bytes is .*, of 103079215104 in all"),
+        (_first("memory_bytes_per_s", float("nan")), "memory_bytes_per_s is nan"),
+        (_first("memory_bytes_per_s", float("inf")), "memory_bytes_per_s is inf"),
+        (_first("memory_bytes_per_s", 0.0), "memory_bytes_per_s is 0.0"),
+        (_first("capability", [0, 0]), r"capability is \[0, 0\]"),
+        (_first("utilisation", 5.0), "utilisation is 5.0"),
+        (_first("name", ""), r"gpus\[0\].name is ''"),
+        (_first("name", "\x1b[31mcard"), r"gpus\[0\].name is .* cannot be shown"),
+        (_first("name", "x" * 10**6), "name has 1,000,000 characters"),
+        (_first("link", {"generation": 0, "width": 16}), "link.generation is 0"),
+        (_first("power", {"limit_w": -4.0}), "power.limit_w is -4.0"),
+        (lambda r: [g.update(bus_id="0000:01:00.0") for g in r["gpus"]], r"gpus\[1\].bus_id"),
+        (lambda r: r.update(gpus=r["gpus"] * 20), "has 100 GPUs, more than 64"),
+        (lambda r: r["cpu"].update(physical_cores=0), "cpu.physical_cores is 0"),
+        (lambda r: r["cpu"].update(quota_cores=0.0), "cpu.quota_cores is 0.0"),
+        (lambda r: r["memory"].update(total_bytes=-1), "memory.total_bytes is -1"),
+        (lambda r: r["bridges"][0].update(parent="switch a"), "go in a circle above 'root a'"),
+        (lambda r: r["bridges"].append(r["bridges"][0]), r"bridges\[5\].name is 'root a'"),
+        (lambda r: r.update(peers=[{"source": 0, "target": 9, "p2p": True}]), "names GPU 9"),
+        (_curve(bytes=[8]), "has 1 sizes, but 2 times"),
+        (_curve(bytes=[16, 8]), r"curves\[0\].bytes is 8, after 16"),
+        (_curve(bytes=[0, 8]), r"curves\[0\].bytes is 0"),
+        (_curve(seconds=[0.0, 1.0]), r"curves\[0\].seconds is 0.0"),
+        (_curve(seconds=[1.0, float("nan")]), r"seconds\[1\] is nan"),
+        (_curve(gpus=[]), r"curves\[0\].gpus is \[\]"),
+        (_curve(gpus=[1, 1]), r"curves\[0\].gpus is \[1, 1\]"),
+        (_curve(gpus=[0, 5]), "names GPU 5, and the machine lists 5"),
+        (_rate(per_s=0.0), r"rates\[0\].per_s is 0.0"),
+        (_rate(rows=-1), r"rates\[0\].rows is -1"),
+    ],
+)  # fmt: skip
+def test_what_no_machine_is_is_refused_by_name(change, sentence):
+    record = json.loads(two_sockets().to_json())
+    change(record)
+    with pytest.raises(UserError, match=sentence) as raised:
+        Machine.from_json(json.dumps(record))
+    assert len(raised.value.message) < 200
+
+
+def test_curves_and_rates_that_hold_are_read():
+    record = json.loads(two_sockets().to_json())
+    _curve()(record)
+    _rate()(record)
+    machine = Machine.from_json(json.dumps(record))
+    assert machine.curves[0].seconds == (1e-5, 2e-5) and machine.rates[0].per_s == 1.0
+
+
+@pytest.mark.parametrize("text", ["", "[]", "3", "{", "[" * 10**5, '{"a":' * 10**5])
 def test_what_is_no_record_is_refused(text):
     with pytest.raises(UserError, match="not a JSON record"):
         Machine.from_json(text)
@@ -263,3 +335,14 @@ def test_a_curve_goes_through_its_points_and_on_at_its_last_rate():
     assert curve.seconds_of(10) == curve.seconds_of(1000) == 1e-5
     assert curve.seconds_of(50_500) == pytest.approx(5.5e-5)  # a start and a rate
     assert curve.seconds_of(1_000_000) == pytest.approx(1e-3)
+
+
+def test_a_file_of_a_machine_is_read_with_a_mark_of_its_encoding_and_not_without_end(tmp_path):
+    marked = tmp_path / "marked.json"
+    marked.write_text(make_machine().to_json(), encoding="utf-8-sig")
+    assert machine_of(str(marked)) == make_machine()
+    large = tmp_path / "large.json"
+    with large.open("wb") as file:
+        file.truncate(2**34)
+    with pytest.raises(UserError, match=r"large\.json: the machine is not a JSON record"):
+        machine_of(str(large))

@@ -133,6 +133,13 @@ def test_what_is_kept_counts_for_the_same_conditions_alone(tmp_path):
     for spoilt in ("{", '{"version": 1, "date": 3}', '{"version": 1}'):
         path.write_text(spoilt)
         assert "cannot be read" in str(read_measured(machine, tmp_path))
+    kept = write_measured(machine, found, tmp_path).read_text()
+    for right, wrong in (('"gpus": [\n    0,', '"gpus": [\n    7,'), ("1048576", "-1")):
+        assert right in kept
+        path.write_text(kept.replace(right, wrong))
+        assert "cannot be read" in str(read_measured(machine, tmp_path))
+    path.write_text("[" * 10**5)
+    assert "cannot be read" in str(read_measured(machine, tmp_path))
     path.write_text("[1]")
     assert read_measured(machine, tmp_path) == "what is kept is of another version"
 
