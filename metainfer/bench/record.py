@@ -56,6 +56,8 @@ def check_place(path: Path, flag: str) -> None:
     To be told before hours of measuring, not behind them."""
     if path.is_dir():
         raise UserError(f"{flag}: {path} is a directory", hint="name a file")
+    if path.exists() and not path.is_file():
+        return
     place = next(parent for parent in path.parents if parent.exists())
     try:
         with tempfile.TemporaryFile(dir=place):
@@ -68,7 +70,11 @@ def check_place(path: Path, flag: str) -> None:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all, readable by whom the umask says. Raises OSError."""
+    """Write a file whole or not at all, readable by whom the umask says. What is there and no file
+    (a device, a pipe) is written to and not replaced. Raises OSError."""
+    if path.exists() and not path.is_file():
+        path.write_bytes(data)  # of a directory, the system says so
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:

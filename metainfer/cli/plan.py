@@ -121,17 +121,20 @@ class PlanOptions:
 
 
 def run(terminal: Terminal, options: PlanOptions) -> int:
+    from metainfer.bench.record import check_place, write_json
+
+    if options.output is not None:
+        check_place(options.output, "--output")
     if options.compare:
         written, told = _compare(options)
     elif options.from_command is not None:
         written, told = _advise(options)
     else:
         written, told = _plan(options)
-    lines = json.dumps(written, indent=2)
     if options.output is not None:
-        options.output.write_text(lines + "\n", encoding="utf-8")
+        write_json(options.output, written)
         terminal.say(f"wrote {options.output}")
-    terminal.data(lines if options.json else told)
+    terminal.data(json.dumps(written, indent=2) if options.json else told)
     return 0
 
 

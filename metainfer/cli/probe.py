@@ -33,13 +33,15 @@ class ProbeOptions:
 
 
 def run(terminal: Terminal, options: ProbeOptions) -> int:
-    from metainfer.bench.record import write_whole
+    from metainfer.bench.record import check_place, write_whole
     from metainfer.cli.env import machine_rows
     from metainfer.cli.machine_text import machine_lines
     from metainfer.hardware.facts import Unknown
     from metainfer.hardware.known import machine_of
     from metainfer.hardware.topology import fingerprint
 
+    if options.out is not None:
+        check_place(options.out, "--out")
     machine = machine_of(options.machine)
     if options.measure:
         machine = _measured(terminal, options, machine)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 
 from metainfer.cli.machine_text import machine_lines
@@ -25,6 +26,21 @@ def test_a_place_that_cannot_be_written_is_a_sentence(tmp_path):
     (tmp_path / "file").write_text("")
     ran = metainfer("probe", "--out", str(tmp_path / "file/machine.json"))
     assert ran.code != 0 and str(tmp_path / "file") in ran.err and ran.err.count("\n") <= 2
+
+
+def test_what_is_no_file_is_written_to_and_not_replaced(tmp_path):
+    ran = metainfer("probe", "--out", str(tmp_path))
+    assert ran.code == 2 and f"--out: {tmp_path} is a directory" in ran.err
+    assert metainfer("probe", "--out", "").code == 2
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        assert metainfer("probe", "--machine", "h200-x1", "--out", str(pipe)).code == 0
+        assert os.read(reader, 2**20).startswith(b"{") and pipe.is_fifo()
+    finally:
+        os.close(reader)
+    assert list(tmp_path.iterdir()) == [pipe]
 
 
 def test_the_text_of_a_large_machine_fits_a_terminal():
