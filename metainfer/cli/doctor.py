@@ -73,6 +73,10 @@ class DoctorOptions:
         asked_too = self.model or self.machine or self.port or self.matrix or self.compile
         if self.log is not None and asked_too:
             raise UserError("--log is about a log alone", hint="leave out all but --json")
+        if self.list and (asked_too or self.log is not None or self.json):
+            raise UserError("--list is about the checks alone", hint="leave out all else")
+        if self.log == "":
+            raise UserError("--log names no file", hint="- reads stdin")
         if self.model is None and (self.matrix or self.compile):
             asked = "--matrix" if self.matrix else "--compile"
             raise UserError(f"{asked} is about a model", hint="add its name")

@@ -317,3 +317,8 @@ def test_stdin_and_mistakes(tmp_path, monkeypatch):
         assert ran.code == 2 and ran.err.startswith("error: ") and ran.err.count("\n") == 1
     ran = metainfer("doctor", "--log", "a", "--model", "deepseek-v4-flash")
     assert ran.code == 2 and "--log is about a log alone" in ran.err
+    ran = metainfer("doctor", "--log", "")
+    assert ran.code == 2 and "--log names no file" in ran.err
+    for more in (("--log", "a"), ("--port", "5"), ("--json",)):
+        ran = metainfer("doctor", "--list", *more)
+        assert ran.code == 2 and "--list is about the checks alone" in ran.err
