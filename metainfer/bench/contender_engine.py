@@ -26,6 +26,7 @@ from metainfer.core.events import EngineEvent, FinishEvent, FinishReason, TokenE
 from metainfer.hardware.machine import Gpu, Machine, Unknown
 from metainfer.kernels.builtin import builtin_registry
 from metainfer.kernels.open import PROJECTS
+from metainfer.kernels.platform import launcher
 from metainfer.llm.engine import Engine, LoadedModel, load_model
 from metainfer.llm.offline import Result, generate
 from metainfer.llm.request import Request, SamplingParams
@@ -255,7 +256,8 @@ def longest_context(machine: Machine, arch: Arch, settings: EngineSettings) -> i
         gpus = tuple(replace(gpu, free_bytes=gpu.memory_bytes) for gpu in gpus)
     emptied = replace(machine, gpus=gpus)
     try:
-        able = choose_target(emptied, arch, alone, builtin_registry().capabilities)
+        capabilities = builtin_registry(launcher(alone.code_for)).capabilities
+        able = choose_target(emptied, arch, alone, capabilities)
         return build_plan(emptied, arch, alone, able).max_model_len.value
     except UserError:
         return None

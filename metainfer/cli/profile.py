@@ -23,7 +23,7 @@ def run(
     from metainfer.bench.profile_report import record, text_report
     from metainfer.bench.stage import check_room, parse_setting, sized
     from metainfer.bench.watched import Watched
-    from metainfer.kernels.timing import measure_rates
+    from metainfer.kernels.verify import rates_as
     from metainfer.llm.engine import load_model
 
     place = place_of(results, "profile")
@@ -45,7 +45,7 @@ def run(
         )
     meter.device = loaded.plan.device.value.partition(":")[0]
     found = profiles(loaded, meter, load, terminal.say)
-    rates = measure_rates(meter.device)
+    rates = rates_as(meter.device, alone.code_for)
     made = record(found, loaded, load, load.model or SHIPPED_MODEL, rates)
     report(terminal, results, made, place, text_report, _draw)
     return 0

@@ -3,18 +3,21 @@ code of an older one from its PTX."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from metainfer.core.errors import UserError
 from metainfer.kernels.builtin import builtin_registry
+from metainfer.kernels.gpu.compilations import Compilations
 from metainfer.kernels.gpu.current import use_device
 from metainfer.kernels.registry import Registry
 from metainfer.ops.base import Target
+from metainfer.ops.targets import parse_portable
 
-_NAME = re.compile(r"sm_(\d+)(\d)")
+if TYPE_CHECKING:
+    from metainfer.kernels.triton.launch import Launcher
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,18 +61,32 @@ def platform(device: str | None = None, code_for: str | None = None) -> Platform
     name = torch.cuda.get_device_name()
     if code_for is None:
         return Platform("cuda", Target("cuda", here), builtin_registry(), name)
-    wanted = parse_capability(code_for)
+    wanted = parse_portable(code_for)
     if wanted > here:
         raise UserError(f"{name} is older than {code_for} and cannot run its code")
-    from metainfer.kernels.triton.portable import PtxLauncher
-
-    registry = builtin_registry(PtxLauncher(wanted))
+    registry = builtin_registry(launcher(code_for))
     return Platform("cuda", Target("cuda", wanted), registry, name, code_for)
 
 
-def parse_capability(name: str) -> tuple[int, int]:
-    """ "sm_89" -> (8, 9). Raises UserError."""
-    match = _NAME.fullmatch(name)
-    if match is None:
-        raise UserError(f"'{name}' is no GPU's code name", hint="they look like sm_89")
-    return int(match[1]), int(match[2])
+def launcher(
+    code_for: str | None = None, compilations: Compilations | None = None
+) -> Launcher | None:
+    """What starts kernels on torch's current GPU: natively, or as the code of an older one; None
+    where torch sees no GPU.
+
+    Args:
+        code_for: as of `platform`.
+        compilations: told of every kernel that is started for the first time.
+
+    Raises:
+        UserError: no newer GPU runs that code.
+    """
+    if not torch.cuda.is_available():
+        return None
+    # Triton takes a while to import, and needs not be installed where there is no GPU.
+    from metainfer.kernels.triton.launch import JitLauncher
+    from metainfer.kernels.triton.portable import PtxLauncher
+
+    if code_for is None:
+        return JitLauncher(compilations=compilations)
+    return PtxLauncher(parse_portable(code_for), compilations=compilations)

@@ -25,6 +25,7 @@ from metainfer.ops.base import Load
 from metainfer.ops.catalogue import OPS
 from metainfer.ops.floor import Rates
 from metainfer.ops.kernel_order import REFERENCE
+from metainfer.ops.targets import parse_portable
 
 _MOST_SERIES = 4
 _TIMING_S = 0.05
@@ -115,12 +116,17 @@ def prepared(on: Platform, op: str, backend: str, case: Any, call: Call) -> part
 
 def rates_of(on: Platform) -> Rates:
     """What the device reaches in plain work with the instructions of the target's code."""
-    rates = measure_rates(on.device)
-    if on.code_for is None or on.target.capability is None:
+    return rates_as(on.device, on.code_for)
+
+
+def rates_as(device: str, code_for: str | None) -> Rates:
+    """As `rates_of`; the device is "cpu" or "cuda", the current GPU."""
+    rates = measure_rates(device)
+    if code_for is None:
         return rates
     from metainfer.kernels.triton.ceiling import product_rates
     from metainfer.kernels.triton.portable import PtxLauncher
 
-    products = product_rates(PtxLauncher(on.target.capability))
+    products = product_rates(PtxLauncher(parse_portable(code_for)))
     plain = {"float32": rates.flops_per_s["float32"]}
     return Rates(rates.bytes_per_s, plain | products, rates.launch_s)

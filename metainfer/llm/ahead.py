@@ -37,19 +37,20 @@ def steps_ahead(
     if launch is None or launch.interpreted or slow or target.type != "cuda":
         return []
     # They need Triton, which is not everywhere.
-    from metainfer.kernels.triton.ahead import compile_ahead, missing_units
+    from metainfer.kernels.triton.ahead import Form, compile_ahead, missing_units
     from metainfer.llm.paper import Paper, covering_steps
 
     began_s = time.perf_counter()
     try:
-        paper = Paper(arch, plan, target, launch.multiprocessors, tuned)
+        paper = Paper(arch, plan, target, launch.multiprocessors, tuned, portable=launch.portable)
         steps, units = covering_steps(Room.of(plan), paper.of_step)
         units |= paper.of_shapes() | paper.of_draws()
     except Exception:
         # A backend that others brought may not run without numbers; sizes are guessed then.
         _log.warning("what the plan compiles could not be found beforehand", exc_info=True)
         return []
-    missing = missing_units(units, launch.capability)
+    form = Form(launch.capability, launch.portable)
+    missing = missing_units(units, form)
     found_s = time.perf_counter() - began_s
     _log.info(
         "the plan takes %d pieces of machine code, of which %d are to be compiled (found in %s)",
@@ -58,7 +59,7 @@ def steps_ahead(
         format_seconds(found_s),
     )
     workers = min(_MOST_WORKERS, len(os.sched_getaffinity(0)))
-    compile_ahead(missing, launch.capability, workers, _teller())
+    compile_ahead(missing, form, workers, _teller())
     return steps
 
 

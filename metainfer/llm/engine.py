@@ -14,9 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import Any
 
 from metainfer.arch.families import known_names, read_arch
 from metainfer.arch.overrides import cuts_layers
@@ -29,6 +27,7 @@ from metainfer.hardware.machine import Machine
 from metainfer.hardware.probe import probe
 from metainfer.kernels.builtin import builtin_registry
 from metainfer.kernels.gpu.compilations import Compilations
+from metainfer.kernels.platform import launcher
 from metainfer.kernels.registry import Kernel, Registry
 from metainfer.kernels.tune_record import find_here
 from metainfer.llm.admission import Limits
@@ -50,9 +49,6 @@ from metainfer.plan.proof import cache_proof
 from metainfer.plan.settings import EngineSettings, LoadFormat
 from metainfer.weights.dummy import DummyCheckpoint
 from metainfer.weights.load import Checkpoint, LoadProgress
-
-if TYPE_CHECKING:
-    from metainfer.kernels.triton.launch import Launcher
 
 _log = logging.getLogger(__name__)
 
@@ -224,7 +220,7 @@ def load_model(
     directory = model_source(directory, settings)
     arch = read_arch(directory, settings.hf_overrides)
     compilations = Compilations()
-    launch = _launcher(compilations)
+    launch = launcher(settings.code_for, compilations)
     machine, registry = probe(), builtin_registry(launch)
     proof = cache_proof(directory, arch, settings)
     capabilities = choose_target(machine, arch, settings, registry.capabilities, proof)
@@ -235,7 +231,7 @@ def load_model(
         on_plan(machine, plan)
     settle_thread(plan)
     if gpu_number(plan.device.value):
-        launch = _launcher(compilations)  # whose numbers are that GPU's
+        launch = launcher(settings.code_for, compilations)  # whose numbers are that GPU's
         registry = builtin_registry(launch)
     for sentence in found.broken:
         _log.warning("%s", sentence)
@@ -295,16 +291,6 @@ def checkpoint_directory(path: str | Path) -> Path:
     raise UserError(
         f"there is no checkpoint directory at '{path}'", hint="give the directory of a checkpoint"
     )
-
-
-def _launcher(compilations: Compilations) -> Launcher | None:
-    """What starts kernels on this machine's GPU; None without one."""
-    if not torch.cuda.is_available():
-        return None
-    # Triton takes a while to import, and needs not be installed where there is no GPU.
-    from metainfer.kernels.triton.launch import JitLauncher
-
-    return JitLauncher(compilations=compilations)
 
 
 def _open_weights(

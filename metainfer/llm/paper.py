@@ -37,6 +37,7 @@ class Paper:
 
     Args:
         tuned: which backends were measured to be the best.
+        portable: the code runs from its PTX (`Launcher.portable`).
     """
 
     def __init__(
@@ -46,9 +47,11 @@ class Paper:
         target: Target,
         multiprocessors: int,
         tuned: Tuned = UNTUNED,
+        *,
+        portable: bool = False,
     ) -> None:
         assert target.capability is not None, "kernels are compiled for GPUs"
-        self._launch = RecordingLauncher(target.capability, multiprocessors)
+        self._launch = RecordingLauncher(target.capability, multiprocessors, portable=portable)
         arch = with_few_layers(arch)
         registry = builtin_registry(self._launch).with_tuned(tuned)
         self._products = library_shapes()

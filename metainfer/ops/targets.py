@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from metainfer.core.errors import UserError
 from metainfer.ops.base import Target
 
 
@@ -37,3 +39,33 @@ CARD_KINDS: Mapping[str, CardKind] = MappingProxyType(
     }
 )
 """By the name that compilers give it."""
+
+PORTABLE: tuple[tuple[int, int], ...] = ((8, 0), (8, 9))
+"""Capabilities whose code runs on newer GPUs, from its PTX; that of newer ones ("sm_90a") runs on
+those alone."""
+
+_NAME = re.compile(r"sm_(\d+)(\d)")
+
+
+def parse_capability(name: str) -> tuple[int, int]:
+    """ "sm_89" -> (8, 9). Raises UserError."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise UserError(f"'{name}' is no GPU's code name", hint="they look like sm_89")
+    return int(match[1]), int(match[2])
+
+
+def parse_portable(name: str) -> tuple[int, int]:
+    """The capability of code that newer GPUs run. Raises UserError."""
+    capability = parse_capability(name)
+    check_portable(capability)
+    return capability
+
+
+def check_portable(capability: tuple[int, int]) -> None:
+    """Raises UserError: no newer GPU runs this code."""
+    if capability not in PORTABLE:
+        raise UserError(
+            f"no code for sm_{capability[0]}{capability[1]} runs on other GPUs",
+            hint="take " + " or ".join(f"sm_{major}{minor}" for major, minor in PORTABLE),
+        )

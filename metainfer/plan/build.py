@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 from metainfer.arch.record import Arch
 from metainfer.core.errors import UserError
 from metainfer.core.units import format_bytes
-from metainfer.hardware.device_names import gpu_number
-from metainfer.hardware.machine import Gpu, Machine, Unknown
+from metainfer.hardware.machine import Machine, Unknown
 from metainfer.ops.base import Target
 from metainfer.ops.cache_formats import cache_formats
 from metainfer.ops.capabilities import Capabilities
@@ -22,6 +21,7 @@ from metainfer.ops.kernel_order import COMPOSED, REFERENCE
 from metainfer.ops.uses import sampling_uses
 from metainfer.ops.uses_v4 import served_uses
 from metainfer.plan.caches import cache_dtypes
+from metainfer.plan.devices import code_for, gpu_index, gpu_targets
 from metainfer.plan.formats import choose_activations, choose_formats, expanding_backends
 from metainfer.plan.graphs import graphs_switch
 from metainfer.plan.memory import Fixed, Sizes, fit_memory
@@ -49,24 +49,17 @@ def choose_target(
     """What the kernels can do on the device that the engine will use: the one asked for, else the
     first GPU on which every operation runs, else the CPU.
 
-    Raises UserError if a GPU is asked for and there is none.
+    Raises UserError if a GPU is asked for and there is none, or none that runs the code of --as.
     """
+    on_gpus = [capabilities_of(target) for target in gpu_targets(machine, settings)]
     if settings.device == "cpu":
         return capabilities_of(CPU)
-    gpus: tuple[Gpu, ...] = () if isinstance(machine.gpus, Unknown) else machine.gpus
-    asked = gpu_number(settings.device or "")
-    if asked is not None and gpus:
-        if asked >= len(gpus):
-            raise UserError(
-                f"--device cuda:{asked}: there are {len(gpus)} GPUs, from cuda:0 on",
-                hint="name one of them, or leave --device out",
-            )
-        gpus = gpus[asked : asked + 1]
-    on_gpus = [capabilities_of(Target("cuda", gpu.capability)) for gpu in gpus]
     served = _Served(arch, settings, proof)
     usable = [able for able in on_gpus if not served.uncovered(able)]
+    if settings.code_for is not None:
+        return usable[0] if usable else on_gpus[0]
     if settings.device is not None:
-        if not gpus:
+        if not on_gpus:
             why = machine.gpus.why if isinstance(machine.gpus, Unknown) else "none is listed"
             raise UserError(
                 f"--device {settings.device} asks for a GPU, and none is known here ({why})",
@@ -108,7 +101,7 @@ def build_plan(
     cuda_graphs = graphs_switch(target.type, settings)
     fixed = Fixed(
         device_name=target.type,
-        gpu=_gpu_index(machine, settings, target),
+        gpu=gpu_index(machine, settings, target),
         compute_dtype=formats.compute_dtype.value,
         caches=cache_formats(arch, formats.cache_dtype.value, formats.index_cache_dtype.value),
         residency=residency.value,
@@ -120,6 +113,7 @@ def build_plan(
     _refuse_more_than_there_is(machine, settings, fixed, sizes)
     return Plan(
         device=device,
+        code_for=code_for(machine, settings, target),
         compute_dtype=formats.compute_dtype,
         activations=formats.activations,
         shared_expert_stream=_shared_expert_stream(settings, target),
@@ -180,16 +174,6 @@ class _Served:
         return [op for op in ops if capabilities.backend_of(op, order) is None]
 
 
-def _gpu_index(machine: Machine, settings: EngineSettings, target: Target) -> int:
-    """Which of the machine's GPUs `choose_target` chose: the one asked for, or the first of its
-    kind. 0 on the CPU."""
-    asked = gpu_number(settings.device or "")
-    if asked is not None:
-        return asked
-    gpus: tuple[Gpu, ...] = () if isinstance(machine.gpus, Unknown) else machine.gpus
-    return next((n for n, gpu in enumerate(gpus) if gpu.capability == target.capability), 0)
-
-
 def _device(machine: Machine, served: _Served, capabilities: Capabilities) -> Value[str]:
     target = capabilities.target
     missing = served.uncovered(capabilities)
@@ -197,14 +181,15 @@ def _device(machine: Machine, served: _Served, capabilities: Capabilities) -> Va
         listed = ", ".join(missing[:4]) + (", ..." if len(missing) > 4 else "")
         default = ",".join((*capabilities.default_order, REFERENCE))
         count = len(served.ops(capabilities))
+        flag = "--device" if served.settings.code_for is None else "--as"
         raise UserError(
             f"{target} has no kernels for {len(missing)} of the {count} operations of"
             f" {served.arch.name} ({listed})",
-            hint="leave --device out to run where all operations have one, or allow slow"
+            hint=f"leave {flag} out to run where all operations have one, or allow slow"
             f" references in words: --kernel-order '*={default}'",
         )
     name = (
-        f"cuda:{_gpu_index(machine, served.settings, target)}"
+        f"cuda:{gpu_index(machine, served.settings, target)}"
         if target.type == "cuda"
         else target.type
     )

@@ -43,6 +43,7 @@ class Plan:
 
     Attributes:
         device: "cpu", or such as "cuda:0".
+        code_for: the older GPU whose code runs there, such as "sm_89"; else "native".
         compute_dtype: "float32" or "bfloat16": activations and matrix products.
         activations: "plain", or "fp8": rounded to e4m3 groups before products with quantised
             matrices.
@@ -73,6 +74,7 @@ class Plan:
     """
 
     device: Value[str]
+    code_for: Value[str]
     compute_dtype: Value[str]
     activations: Value[str]
     shared_expert_stream: Value[str]

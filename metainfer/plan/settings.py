@@ -14,6 +14,7 @@ from metainfer.core.config import Stability, flag
 from metainfer.core.errors import UserError
 from metainfer.hardware.device_names import parse_device
 from metainfer.ops.cache_formats import INDEX_DTYPES, LATENT_DTYPES
+from metainfer.ops.targets import parse_portable
 
 
 class Residency(StrEnum):
@@ -74,6 +75,12 @@ class EngineSettings:
         "Where the model runs: cpu, cuda, or one GPU such as cuda:1",
         unit="device",
         parse=parse_device,
+    )
+    code_for: str | None = flag(
+        "--as",
+        "Run the code for this older GPU, such as sm_89, on a newer one, which translates it",
+        unit="target",
+        stability=Stability.EXPERIMENTAL,
     )
     dtype: str | None = flag("--dtype", "Format of activations and matrix products", choices=DTYPES)
     activations: str | None = flag(
@@ -197,6 +204,8 @@ class EngineSettings:
         _require_choice("--load-format", self.load_format, tuple(LoadFormat))
         if self.device is not None:
             parse_device(self.device)
+        if self.code_for is not None:
+            parse_portable(self.code_for)
         _require_choice("--dtype", self.dtype, DTYPES)
         _require_choice("--activations", self.activations, ACTIVATIONS)
         _require_choice("--shared-expert-stream", self.shared_expert_stream, SWITCH)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import triton
 
-from metainfer.kernels.triton.ahead import compile_ahead, missing_units
+from metainfer.kernels.triton.ahead import Form, compile_ahead, missing_units
 from metainfer.kernels.triton.record import CompileUnit, unit_of
 from metainfer.kernels.triton.stand_ins import compile_as_jit, use_stand_in_driver
 from tests.compiled.kernels import everything, product
@@ -51,13 +51,26 @@ def test_processes_leave_on_disk_what_they_compiled(at_home: Path) -> None:
     # A tile of this size does not compile: nobody else pays for it.
     bad, _ = unit_of(product, (x, x, x.float(), 64), {"TYPE": None, "M": 7, "N": 16})
     units = [*(unit(arguments) for arguments in ARGUMENTS), unit(ARGUMENTS[0], 128), bad]
-    assert missing_units(units, H200) == units
+    assert missing_units(units, Form(H200)) == units
     told: list[tuple[int, int]] = []
-    assert compile_ahead(units, H200, 2, lambda *done: told.append(done)) == 4
+    assert compile_ahead(units, Form(H200), 2, lambda *done: told.append(done)) == 4
     assert told == [(done, 5) for done in range(1, 6)]
-    assert missing_units(units, H200) == [bad]
-    assert missing_units(units, (8, 0)) == units
+    assert missing_units(units, Form(H200)) == [bad]
+    assert missing_units(units, Form((8, 0))) == units
 
 
 def test_no_process_is_started_for_a_few(at_home: Path) -> None:
-    assert compile_ahead([unit(ARGUMENTS[0])], H200, 2) == 0
+    assert compile_ahead([unit(ARGUMENTS[0])], Form(H200), 2) == 0
+
+
+def test_code_of_an_older_gpu_is_kept_for_its_launcher(at_home: Path) -> None:
+    """What `PtxLauncher` asks Triton for is on disk then, apart from what runs natively."""
+    units = [unit(arguments) for arguments in ARGUMENTS] + [unit(ARGUMENTS[0], 128)]
+    form = Form((8, 9), portable=True)
+    assert compile_ahead(units, form, 2) == 4
+    assert missing_units(units, form) == []
+    assert missing_units(units, Form((8, 9))) == units
+    kept = sorted(path.name for path in (at_home / "triton").iterdir())
+    for one in units:
+        one.compile(form.capability)
+    assert sorted(path.name for path in (at_home / "triton").iterdir()) == kept

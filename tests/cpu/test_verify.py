@@ -19,7 +19,7 @@ from metainfer.cli.verify import VerifyOptions, checks_for, forms_of, sizes_for
 from metainfer.core.errors import UserError
 from metainfer.hardware.probe import probe
 from metainfer.kernels import verify_known, verify_record
-from metainfer.kernels.platform import Platform, parse_capability, platform
+from metainfer.kernels.platform import Platform, platform
 from metainfer.kernels.processes import in_processes
 from metainfer.kernels.reference import BACKENDS as REFERENCE_BACKENDS
 from metainfer.kernels.reference.norm import rms_norm
@@ -31,6 +31,7 @@ from metainfer.kernels.verify_run import Check, Sizes, State
 from metainfer.ops.base import Load, Target
 from metainfer.ops.catalogue import OPS
 from metainfer.ops.norm import RmsNormCase
+from metainfer.ops.targets import parse_capability
 from tests.fakes.command import metainfer
 from tests.fakes.fragile import fragile
 

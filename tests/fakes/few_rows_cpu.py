@@ -24,6 +24,7 @@ class CpuLauncher:
     """
 
     interpreted = False
+    portable = False
 
     def __init__(self, capability: tuple[int, int], multiprocessors: int, folder: Path) -> None:
         self.capability = capability

@@ -335,7 +335,7 @@ class GluonLauncher:
 
     def __init__(self, capability: tuple[int, int], multiprocessors: int) -> None:
         self.capability, self.multiprocessors = capability, multiprocessors
-        self.interpreted = False
+        self.interpreted = self.portable = False
         self._others = JitLauncher(capability, multiprocessors)
         self.ran: list[str] = []
 

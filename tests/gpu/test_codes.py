@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from metainfer.kernels.platform import parse_capability
 from metainfer.kernels.triton.launch import JitLauncher, Launcher
 from metainfer.kernels.triton.portable import PtxLauncher
+from metainfer.ops.targets import parse_capability
 from tests.fakes import code_checks, exact_checks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")

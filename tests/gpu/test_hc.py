@@ -8,12 +8,12 @@ import torch
 from metainfer.kernels.compare import Poisoned, near
 from metainfer.kernels.inputs import hc as inputs
 from metainfer.kernels.inputs.base import Draw
-from metainfer.kernels.platform import parse_capability
 from metainfer.kernels.reference import hc as reference
 from metainfer.kernels.triton import hc
 from metainfer.kernels.triton.launch import JitLauncher
 from metainfer.kernels.triton.portable import PtxLauncher
 from metainfer.ops.hc import MIX_NORM, HyperCase
+from metainfer.ops.targets import parse_capability
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
 TURNS = 5

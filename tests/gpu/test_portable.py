@@ -7,7 +7,8 @@ import threading
 import pytest
 import torch
 
-from metainfer.kernels.triton.portable import PORTABLE, PtxLauncher
+from metainfer.kernels.triton.portable import PtxLauncher
+from metainfer.ops.targets import PORTABLE
 from tests.compiled.kernels import product
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")

@@ -27,7 +27,6 @@ from metainfer.kernels.triton import linear
 from metainfer.kernels.triton.backend import NAME as TRITON
 from metainfer.kernels.triton.backend import Declared, on_gpu
 from metainfer.kernels.triton.launch import Launcher, has_fp8
-from metainfer.kernels.triton.portable import PtxLauncher
 from metainfer.kernels.triton.product import Sizes, Weight
 from metainfer.ops.base import Target
 from metainfer.ops.linear import DenseCase, Fp8RowsCase, GroupedCase, GroupedFp8RowsCase
@@ -188,7 +187,7 @@ def _scale_format(scales: torch.Tensor | None) -> int:
 
 def has_cublas(launch: Launcher) -> bool:
     """Whether torch's own products are those of the GPU that `launch` is for."""
-    return not isinstance(launch, PtxLauncher)
+    return not launch.portable
 
 
 def is_served(case: CodesCase, weight: Weight, rows: int) -> bool:

@@ -42,9 +42,11 @@ def code_of(
     return code
 
 
-def is_kept(unit: CudaUnit, capability: tuple[int, int], folder: Path | None = None) -> bool:
-    """Whether machine code of `unit` is on disk."""
-    return ((folder or default_folder()) / f"{_key(unit, capability)}.{CUBIN}").exists()
+def is_kept(
+    unit: CudaUnit, capability: tuple[int, int], folder: Path | None = None, kind: str = CUBIN
+) -> bool:
+    """Whether code of `unit` is on disk."""
+    return ((folder or default_folder()) / f"{_key(unit, capability)}.{kind}").exists()
 
 
 def _key(unit: CudaUnit, capability: tuple[int, int]) -> str:

@@ -8,12 +8,11 @@ from __future__ import annotations
 from metainfer.kernels.registry import Backend
 from metainfer.kernels.torch_products import dense, scaled
 from metainfer.kernels.triton.launch import Launcher
-from metainfer.kernels.triton.portable import PtxLauncher
 
 
 def torch_backends(launch: Launcher) -> tuple[Backend, ...]:
     """None where kernels are to run as the code of an older GPU: torch would run that of this
     one."""
-    if isinstance(launch, PtxLauncher):
+    if launch.portable:
         return ()
     return tuple(declared.bind(launch) for declared in (*dense.BACKENDS, *scaled.BACKENDS))

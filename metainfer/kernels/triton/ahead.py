@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,6 @@ from metainfer.kernels.triton.compile_all import unit_key
 _FEWEST = 4
 """Missing units for which processes are worth starting: each takes seconds to come up."""
 
-Capability = tuple[int, int]
 Progress = Callable[[int, int], None]  # (done, total)
 
 
@@ -36,14 +36,26 @@ def default_folder() -> Path:
     return Path.home() / ".cache" / "metainfer" / "ahead"
 
 
-def missing_units(units: Iterable[Any], capability: Capability) -> list[Any]:
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What is compiled: machine code for GPUs of a capability, or PTX that newer ones run."""
+
+    capability: tuple[int, int]
+    portable: bool = False
+
+    @property
+    def kind(self) -> str:
+        return code_cache.PTX if self.portable else code_cache.CUBIN
+
+
+def missing_units(units: Iterable[Any], form: Form) -> list[Any]:
     """Those whose code is not on disk, as far as is known."""
-    return [unit for unit in units if not _is_kept(unit, capability)]
+    return [unit for unit in units if not _is_kept(unit, form)]
 
 
 def compile_ahead(
     units: Sequence[Any],
-    capability: Capability,
+    form: Form,
     workers: int,
     on_progress: Progress | None = None,
 ) -> int:
@@ -65,9 +77,9 @@ def compile_ahead(
             return waiting.pop() if waiting else None
 
     def work() -> None:
-        with contextlib.suppress(OSError), _worker(capability) as process:
+        with contextlib.suppress(OSError), _worker(form) as process:
             while (unit := next_unit()) is not None:
-                count.add(_asked(process, unit, capability))
+                count.add(_asked(process, unit, form))
 
     threads = [threading.Thread(target=work) for _ in range(min(workers, len(units)))]
     for thread in threads:
@@ -95,11 +107,11 @@ class _Count:
 
 
 @contextlib.contextmanager
-def _worker(capability: Capability) -> Any:
+def _worker(form: Form) -> Any:
     """A process that compiles, which ends with the block."""
     command = [sys.executable, "-m", "metainfer.kernels.triton.ahead_worker"]
     process = subprocess.Popen(
-        [*command, *map(str, capability)],
+        [*command, *map(str, form.capability), form.kind],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -114,7 +126,7 @@ def _worker(capability: Capability) -> Any:
         process.communicate()
 
 
-def _asked(process: Any, unit: Any, capability: Capability) -> bool:
+def _asked(process: Any, unit: Any, form: Form) -> bool:
     """Whether the process compiled it. One that ends takes the unit at fault with it.
 
     Raises OSError where it has ended.
@@ -125,22 +137,22 @@ def _asked(process: Any, unit: Any, capability: Capability) -> bool:
     if not said:
         raise BrokenPipeError("the compiler ended its process")
     if said[0] == "kept" and len(said) > 1:
-        _note_kept(unit, capability, said[1])
+        _note_kept(unit, form, said[1])
     return bool(said[0] == "kept")
 
 
-def _is_kept(unit: Any, capability: Capability) -> bool:
+def _is_kept(unit: Any, form: Form) -> bool:
     if isinstance(unit, CudaUnit):
-        return code_cache.is_kept(unit, capability)
+        return code_cache.is_kept(unit, form.capability, kind=form.kind)
     with contextlib.suppress(OSError):
-        name = _note_of(unit, capability).read_text(encoding="ascii")
+        name = _note_of(unit, form).read_text(encoding="ascii")
         return bool(get_cache_manager(name).get_group(f"{unit.name}.json"))
     return False
 
 
-def _note_kept(unit: Any, capability: Capability, name: str) -> None:
+def _note_kept(unit: Any, form: Form, name: str) -> None:
     """Remember under which name Triton keeps it."""
-    path = _note_of(unit, capability)
+    path = _note_of(unit, form)
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         unfinished = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
@@ -148,5 +160,5 @@ def _note_kept(unit: Any, capability: Capability, name: str) -> None:
         os.replace(unfinished, path)
 
 
-def _note_of(unit: Any, capability: Capability) -> Path:
-    return default_folder() / unit_key(unit, capability)
+def _note_of(unit: Any, form: Form) -> Path:
+    return default_folder() / f"{unit_key(unit, form.capability)}.{form.kind}"

@@ -47,11 +47,14 @@ class Launcher(Protocol):
         multiprocessors: of the GPU; what splits work over programs counts with it.
         interpreted: kernels run in Triton's interpreter, which multiplies bf16 wrongly: widen
             operands to fp32 before `tl.dot` then.
+        portable: the code runs from its PTX, and the GPU may be newer: libraries, which would run
+            that GPU's own code, are not used.
     """
 
     capability: tuple[int, int]
     multiprocessors: int
     interpreted: bool
+    portable: bool
 
     def __call__(
         self,
@@ -106,6 +109,7 @@ class JitLauncher:
             compilations: told of every kernel that is started for the first time.
         """
         self.interpreted = bool(triton.knobs.runtime.interpret)
+        self.portable = False
         if capability is None or multiprocessors is None:
             device = torch.cuda.get_device_properties()
             capability = capability or (device.major, device.minor)

@@ -15,16 +15,15 @@ from typing import Any
 
 import torch
 
-from metainfer.core.errors import MetainferError, UserError
+from metainfer.core.errors import MetainferError
 from metainfer.kernels.gpu import program
+from metainfer.kernels.gpu.compilations import Compilations
 from metainfer.kernels.gpu.driver import Driver
 from metainfer.kernels.gpu.program import CudaKernel
 from metainfer.kernels.gpu.run import Programs
 from metainfer.kernels.triton.launch import Grid, shared_limit
 from metainfer.kernels.triton.record import CompileUnit, unit_of
-
-PORTABLE = ((8, 0), (8, 9))
-"""Capabilities whose PTX is used; code for newer ones ("sm_90a") runs on those alone."""
+from metainfer.ops.targets import check_portable
 
 _THREADS_PER_WARP = 32
 _PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.([a-z]+)(\d+)[^,)]*")
@@ -69,25 +68,25 @@ class PtxLauncher:
         capability: tuple[int, int] = (8, 9),
         multiprocessors: int | None = None,
         driver: Driver | None = None,
+        compilations: Compilations | None = None,
     ) -> None:
         """
         Args:
             multiprocessors: those of the current device where none are given.
             driver: NVIDIA's on this machine where none is given.
+            compilations: told of every kernel that is started for the first time.
         """
-        if capability not in PORTABLE:
-            raise UserError(
-                f"no code for sm_{capability[0]}{capability[1]} runs on other GPUs",
-                hint="take " + " or ".join(f"sm_{major}{minor}" for major, minor in PORTABLE),
-            )
+        check_portable(capability)
         self.capability = capability
         self.interpreted = False
+        self.portable = True
         self._driver = driver or Driver()
         if multiprocessors is None:
             multiprocessors = torch.cuda.get_device_properties().multi_processor_count
         self.multiprocessors = multiprocessors
         self._loaded: dict[tuple[int, CompileUnit], Loaded] = {}
-        self._programs = Programs(capability, driver=self._driver, portable=True)
+        self._compilations = compilations or Compilations()
+        self._programs = Programs(capability, self._compilations, self._driver, portable=True)
 
     def __call__(
         self,
@@ -108,6 +107,7 @@ class PtxLauncher:
         loaded = self._loaded.get((device, unit))
         if loaded is None:
             loaded = self._loaded[device, unit] = load(self._driver, unit, self.capability)
+            self._compilations.note(unit.name, unit.facts())
         values = packed(loaded.types, runtime)
         self._driver.launch(
             loaded.function,

@@ -120,14 +120,20 @@ class Launch:
 class RecordingLauncher:
     """Notes what would be launched; tensors may be on the device "meta".
 
+    Args:
+        portable: as a launcher that runs the code from its PTX.
+
     Attributes:
         launches: in order, those with an empty grid left out.
     """
 
-    def __init__(self, capability: tuple[int, int], multiprocessors: int) -> None:
+    def __init__(
+        self, capability: tuple[int, int], multiprocessors: int, *, portable: bool = False
+    ) -> None:
         self.capability = capability
         self.multiprocessors = multiprocessors
         self.interpreted = False
+        self.portable = portable
         self.launches: list[Launch] = []
 
     def __call__(
