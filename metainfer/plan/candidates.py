@@ -94,8 +94,8 @@ def _beyond(shape: ModelShape, layouts: Layouts, profile: Profile) -> str:
 
 
 def fits_chunk(layouts: Layouts, rows: int) -> bool:
-    """Whether each rank gets a block of a chunk."""
-    return rows >= _BLOCK * layouts.prefill.context
+    """Whether each rank gets a block of a chunk; a rank that shares no prompt takes any."""
+    return layouts.prefill.context == 1 or rows >= _BLOCK * layouts.prefill.context
 
 
 def _ratio(whole: int, parts: int) -> str:

@@ -9,6 +9,8 @@ from metainfer.core.config import parse_count
 from metainfer.core.errors import UserError
 
 _KEYS = ("input", "output", "concurrency", "rate", "context")
+_MOST_AT_ONCE = 2**16
+_MOST_A_SECOND = 1e6
 _EXAMPLE = "input=8192,output=512,concurrency=8"
 
 
@@ -37,8 +39,16 @@ class Workload:
         ):
             if value < 1:
                 raise UserError(f"the workload has {name}={value}, which is below 1")
-        if self.request_rate_per_s is not None and self.request_rate_per_s <= 0:
-            raise UserError(f"the workload has rate={self.request_rate_per_s:g}, not above 0")
+        if self.requests_at_once > _MOST_AT_ONCE:
+            raise UserError(
+                f"the workload has concurrency={self.requests_at_once}, which is above"
+                f" {_MOST_AT_ONCE}"
+            )
+        rate = self.request_rate_per_s
+        if rate is not None and not 0 < rate <= _MOST_A_SECOND:
+            raise UserError(
+                f"the workload has rate={rate:g}, not above 0 and at most {_MOST_A_SECOND:g}"
+            )
         whole = self.input_tokens + self.output_tokens
         if self.longest_context == 0:
             object.__setattr__(self, "longest_context", whole)

@@ -76,10 +76,20 @@ def test_workloads_from_text() -> None:
         ("input=1,input=2", "says input twice"),
         ("output=0", "output=0, which is below 1"),
         ("rate=0", "rate=0, not above 0"),
+        ("rate=nan", "rate=nan, not above 0"),
+        ("rate=1e308", "at most 1e.06"),
+        ("concurrency=1000000000", "concurrency=1000000000, which is above 65536"),
         ("context=12", "input and output of a request are 8704"),
     ):
         with pytest.raises(UserError, match=message):
             parse_workload(text)
+
+
+@pytest.mark.parametrize("tokens", [1, 127])
+def test_prompts_below_a_block_are_read_where_ranks_do_not_share_them(tokens: int) -> None:
+    result = found(workload=Workload(tokens, 16, 1))
+    assert all(one.layouts.prefill.context == 1 for one in result.ranked)
+    assert any("less than 128 tokens" in one.reason for one in result.rejected)
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
