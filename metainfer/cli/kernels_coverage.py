@@ -132,6 +132,11 @@ def kinds_of(machine: Machine, name: str) -> dict[str, CardKind]:
 
 
 def run(terminal: Terminal, options: CoverageOptions) -> int:
+    from metainfer.hardware.known import machine_of
+
+    kinds = {target: CARD_KINDS[target] for target in options.targets or CARD_KINDS}
+    if options.machine is not None:
+        kinds = kinds_of(machine_of(options.machine), options.machine)
     from metainfer.kernels.on_paper import has_triton
 
     if not has_triton():
@@ -139,7 +144,7 @@ def run(terminal: Terminal, options: CoverageOptions) -> int:
             "the kernels for GPUs need triton, which is not installed",
             hint="pip install 'metainfer[kernels]'",
         )
-    reports = _reports(terminal, options)
+    reports = _reports(terminal, options, kinds)
     if options.json:
         terminal.data(json.dumps(reports, indent=1))
     else:
@@ -147,10 +152,11 @@ def run(terminal: Terminal, options: CoverageOptions) -> int:
     return 1 if any(report["uncovered"] for report in reports) else 0
 
 
-def _reports(terminal: Terminal, options: CoverageOptions) -> list[dict[str, Any]]:
+def _reports(
+    terminal: Terminal, options: CoverageOptions, kinds: dict[str, CardKind]
+) -> list[dict[str, Any]]:
     """One for each target and layout."""
     from metainfer.arch.families import read_attention
-    from metainfer.hardware.known import machine_of
     from metainfer.hardware.probe import probe
     from metainfer.kernels.coverage import Request, cover
     from metainfer.kernels.coverage_report import Subject, cards_that_ran, report
@@ -162,9 +168,6 @@ def _reports(terminal: Terminal, options: CoverageOptions) -> list[dict[str, Any
     from metainfer.plan.settings import EngineSettings
 
     model, part = options.model or SHIPPED_MODEL, options.part or ""
-    kinds = {target: CARD_KINDS[target] for target in options.targets or CARD_KINDS}
-    if options.machine is not None:
-        kinds = kinds_of(machine_of(options.machine), options.machine)
     subjects = [
         Subject(model, ranks, part, target, kind)
         for target, kind in kinds.items()
