@@ -12,6 +12,7 @@ from metainfer.kernels.coverage import Row
 from metainfer.kernels.triton.launch import shared_limit
 from metainfer.kernels.verify_known import Name, Proof, add_proofs, records
 from metainfer.kernels.verify_record import source_hash
+from metainfer.ops.base import case_fields
 from metainfer.ops.targets import CardKind
 
 Ran = Mapping[Name, str]
@@ -72,7 +73,7 @@ def report(subject: Subject, rows: Sequence[Row], ran: Ran) -> dict[str, Any]:
 
 
 def _row(row: Row, ran: Ran) -> dict[str, Any]:
-    case = json.loads(json.dumps(asdict(row.use.case)))
+    case = case_fields(row.use.case)
     name = row.use.op, json.dumps(case, sort_keys=True), row.backend
     return {
         "op": row.use.op,

@@ -26,7 +26,7 @@ from metainfer.kernels import verify_record
 from metainfer.kernels.tune_run import Finding
 from metainfer.kernels.tuned import NOT_TUNED, Key, Measured, Timing, Tuned, case_text
 from metainfer.kernels.verify_record import card_facts, read_signed, sign
-from metainfer.ops.base import Target
+from metainfer.ops.base import Target, case_fields
 from metainfer.ops.catalogue import OPS
 from metainfer.plan import tuning
 from metainfer.plan.plan import Plan
@@ -141,7 +141,7 @@ def entry(finding: Finding, conditions: Conditions) -> dict[str, Any]:
     return {
         "op": finding.op,
         "op_version": OPS[finding.op].version,
-        "case": json.loads(json.dumps(asdict(finding.case))),
+        "case": case_fields(finding.case),
         **asdict(conditions),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "sizes": [

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 from metainfer.core.units import format_count
-from metainfer.ops.base import Target
+from metainfer.ops.base import Target, case_fields
 
 Key = tuple[str, str]  # (op, case as JSON)
 
@@ -25,7 +25,7 @@ WORTH = 0.97
 
 
 def key_of(op: str, case: Any) -> Key:
-    return op, case_text(asdict(case))
+    return op, case_text(case_fields(case))
 
 
 def case_text(case: Mapping[str, Any]) -> str:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict
 from typing import Any
 
 from metainfer.kernels.coverage_report import Ran, Subject
 from metainfer.kernels.on_paper import choose, registry_for
 from metainfer.kernels.triton.launch import shared_limit
+from metainfer.ops.base import case_fields
 from metainfer.ops.use import Use
 
 NO_KERNEL_SERVES = "only the reference serves it"
@@ -24,7 +24,7 @@ def verdict_report(subject: Subject, uses: Iterable[Use], ran: Ran) -> dict[str,
     rows = []
     for use in uses:
         choice = choose(registry, use.op, use.case, target)
-        case = json.loads(json.dumps(asdict(use.case)))
+        case = case_fields(use.case)
         name = use.op, json.dumps(case, sort_keys=True), choice.backend
         for phase in use.phases:
             rows.append(

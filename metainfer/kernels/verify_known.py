@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from metainfer.core.errors import UserError
 from metainfer.kernels.registry import Kernel
 from metainfer.kernels.verify_record import default_cache, key_of, read_record
 from metainfer.kernels.verify_run import State
+from metainfer.ops.base import case_fields
 from metainfer.ops.kernel_order import REFERENCE
 
 Name = tuple[str, str, str]  # (op, case as JSON, backend)
@@ -83,7 +84,7 @@ def unverified(kernels: Iterable[Kernel], done: frozenset[Name]) -> dict[Name, K
     """Those kernels, each once, that never passed. References are what others are held against."""
     left: dict[Name, Kernel] = {}
     for kernel in kernels:
-        case = json.dumps(json.loads(json.dumps(asdict(kernel.case))), sort_keys=True)
+        case = json.dumps(case_fields(kernel.case), sort_keys=True)
         for backend in kernel.backends:
             name = kernel.op, case, backend
             if backend != REFERENCE and name not in done:

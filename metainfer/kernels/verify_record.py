@@ -22,6 +22,7 @@ import torch
 from metainfer.core.errors import UserError
 from metainfer.hardware.machine import Machine, Unknown
 from metainfer.kernels.verify_run import Check, Outcome, Sizes, State, Verified, Where
+from metainfer.ops.base import case_fields
 from metainfer.ops.catalogue import OPS
 from metainfer.ops.floor import Rates, operands_of
 
@@ -132,7 +133,7 @@ def _entry(check: Check, outcome: Outcome | None, rates: Rates | None) -> dict[s
     ran = outcome if outcome is not None and outcome.state is not State.NOT_VERIFIED else None
     return {
         "op": check.op,
-        "case": asdict(check.case),
+        "case": case_fields(check.case),
         "phase": check.phase,
         "rows": check.load.rows,
         "tokens": check.load.tokens,

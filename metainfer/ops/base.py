@@ -9,8 +9,10 @@ T rows, D width, H heads, S streams, E entries or experts, K selected, W window,
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
@@ -89,6 +91,17 @@ class Op:
     tolerance: Tolerance = Tolerance()
     weights: tuple[str, ...] = ()
     version: int = 1
+
+
+def case_fields(case: Any) -> dict[str, Any]:
+    """The facts of a case as JSON keeps them: lists for tuples, and infinity, for which JSON has no
+    number, as the string "inf"."""
+    fields = {
+        name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in asdict(case).items()
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(fields, allow_nan=False))
+    return plain
 
 
 @dataclass(frozen=True, slots=True)
