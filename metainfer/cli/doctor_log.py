@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from metainfer.cli.terminal import Terminal
+from metainfer.core.errors import UserError
 
 if TYPE_CHECKING:
     from metainfer.doctor.logs.scan import LogReport, Sighting
@@ -28,6 +29,8 @@ def read_log(terminal: Terminal, log: str, *, as_json: bool) -> int:
 
     known = load_known()
     if log == "-":
+        if sys.stdin is None:  # it was closed when the process began
+            raise UserError("--log - reads stdin, which is closed", hint="name a file")
         report = scan(sys.stdin.buffer, known)
     else:
         path = Path(log)

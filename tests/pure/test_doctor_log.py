@@ -317,6 +317,9 @@ def test_stdin_and_mistakes(tmp_path, monkeypatch):
         assert ran.code == 2 and ran.err.startswith("error: ") and ran.err.count("\n") == 1
     ran = metainfer("doctor", "--log", "a", "--model", "deepseek-v4-flash")
     assert ran.code == 2 and "--log is about a log alone" in ran.err
+    monkeypatch.setattr("sys.stdin", None)
+    ran = metainfer("doctor", "--log", "-")
+    assert ran.code == 2 and "stdin, which is closed" in ran.err
     ran = metainfer("doctor", "--log", "")
     assert ran.code == 2 and "--log names no file" in ran.err
     for more in (("--log", "a"), ("--port", "5"), ("--json",)):
