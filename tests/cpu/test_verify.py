@@ -300,7 +300,7 @@ def test_what_passed_in_part_does_not_count(
 
 def test_a_run_that_was_cut_short_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify_record, "default_cache", lambda: tmp_path)
-    ran = metainfer("verify", "--device", "cpu", "--budget", "0", "--json")
+    ran = metainfer("verify", "--device", "cpu", "--budget", "1e-9", "--json")
     record = json.loads(ran.out)
     assert ran.code == 3
     assert record["passed"] == record["failed"] == 0
