@@ -9,6 +9,7 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import cache
 from typing import Any
 
 from metainfer.core.errors import UserError
@@ -49,7 +50,7 @@ def record_of(cls: type, given: Mapping[str, Any], path: str = "") -> Any:
 
     Raises UserError naming what is unknown, missing or of a wrong type.
     """
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)
     names = {f.name for f in fields(cls)}
     needed = {f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING}
     for word, odd in (("unknown", set(given) - names), ("missing", needed - set(given))):
@@ -57,6 +58,12 @@ def record_of(cls: type, given: Mapping[str, Any], path: str = "") -> Any:
             listed = ", ".join(sorted(path + name for name in odd))
             raise UserError(f"{word} machine fields: {listed}")
     return cls(**{name: _value(hints[name], given[name], path + name) for name in given})
+
+
+@cache
+def _hints(cls: type) -> Mapping[str, Any]:
+    """Types of a record's fields; a machine of 64 GPUs has thousands of records of one kind."""
+    return typing.get_type_hints(cls)
 
 
 def _value(hint: Any, given: Any, path: str) -> Any:
