@@ -71,15 +71,19 @@ def check(on: Platform, one: Check, order: str, seed: int, cache_dtype: str = ""
 
 
 def _compared(on: Platform, one: Check, backend: str, seed: int, cache_dtype: str) -> Comparison:
+    """Inputs are drawn anew rather than kept: of experts one copy takes gigabytes, and two are the
+    most that are there at once."""
     draw = partial(draw_one, one.op, one.case, one.load, on.device, seed, cache_dtype)
     call = draw()
     with Poisoned():
         actual = run(on.registry, one.op, backend, one.case, call)
+    fresh = draw()
+    spoilt = changed(one.op, fresh, call)
+    del call
     with exact_products():
-        expected = run(on.registry, one.op, REFERENCE, one.case, draw())
-    inputs = draw()
-    found = compare(one.op, one.case, inputs, actual, expected)
-    spoilt = changed(one.op, inputs, call)
+        expected = run(on.registry, one.op, REFERENCE, one.case, fresh)
+    del fresh
+    found = compare(one.op, one.case, draw(), actual, expected)
     return Comparison(found.error, found.problem or spoilt)
 
 
