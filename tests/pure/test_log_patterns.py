@@ -87,6 +87,24 @@ def test_lines_that_nearly_match_for_ever_are_refused_or_found(pattern):
         assert pattern.match(line) is None or pattern.needle in line
 
 
+def test_a_line_that_names_torch_s_error_first_still_says_how_much_was_asked_for():
+    (pattern,) = [one for one in KNOWN.patterns if one.id == "cuda-out-of-memory"]
+    report = scan(io.BytesIO(pattern.example.encode()), KNOWN)
+    (sighting,) = [one for one in report.sightings if one.pattern is pattern]
+    assert "2.00 GiB" in sighting.finding().what
+    bare = "RuntimeError: CUDA error: out of memory"
+    assert ids_in(bare) == {"cuda-out-of-memory": 1}
+
+
+def test_advice_to_give_a_flag_is_not_the_flag():
+    line = (
+        "WARNING [custom_all_reduce.py:135] Custom allreduce is disabled because it's not supported"
+        " on more than two PCIe-only GPUs. To silence this warning, specify"
+        " disable_custom_all_reduce=True explicitly."
+    )
+    assert ids_in(line) == {"allreduce-pcie": 1}
+
+
 def test_every_warning_of_this_engine_is_known():
     unknown = [line for line in own_warnings() if not ids_in(line)]
     assert not unknown, f"add entries to doctor/data/log_patterns.toml for: {unknown}"
