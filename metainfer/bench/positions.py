@@ -6,11 +6,15 @@ latents and states of compressors as they were when their own rows were computed
 entries that the caches hold. Where these lie is worked out here anew, from position and block
 alone, so that wrong rows, windows, angles and lists show as well as wrong products.
 
+The prompt is so much shorter than was asked for that the token behind it closes a window of every
+compressor.
+
 What one position gives is compared with the tolerance of its operation.
 """
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Sequence
@@ -84,6 +88,13 @@ def sample_positions(tokens: int, count: int, chunk: int, seed: int) -> tuple[in
     return tuple(sorted(chosen))
 
 
+def closing_length(tokens: int, ratios: Sequence[int]) -> int:
+    """The longest prompt, of at most so many tokens, behind which a token closes a window of every
+    ratio; `tokens` where there is none."""
+    all_close = math.lcm(*ratios)
+    return (tokens + 1) // all_close * all_close - 1 if tokens >= all_close > 1 else tokens
+
+
 def check_positions(
     loaded: LoadedModel,
     watch: PositionsWatch,
@@ -91,10 +102,11 @@ def check_positions(
     count: int,
     seed: int,
 ) -> Checked:
-    """Compute a prompt of so many tokens and a token behind it, and check `count` positions of the
-    prompt and the decoded one.
+    """Compute a prompt and a token behind it, and check `count` positions of the prompt and the
+    decoded one.
 
     Args:
+        tokens: of the prompt, which is cut to `closing_length`.
         watch: whose registry the model's layers were bound from.
 
     Raises UserError if the engine has no room for such a sequence.
@@ -106,6 +118,7 @@ def check_positions(
             f"a prompt of {tokens} tokens cannot be checked: the engine has room for {room}",
             hint="check a shorter one, or give more --max-model-len",
         )
+    tokens = closing_length(tokens, [layer.ratio for layer in loaded.arch.layers if layer.ratio])
     began_s = time.perf_counter()
     chunk = plan.max_num_batched_tokens.value
     chunk -= chunk % BLOCK_TOKENS if chunk > BLOCK_TOKENS else 0
@@ -113,7 +126,7 @@ def check_positions(
     prompt = draw_ids(generator, tokens + 1, loaded.arch.vocab_size)
     blocks = generator.sample(range(plan.num_blocks.value), blocks_for(tokens + 1))
     positions = sample_positions(tokens, count, chunk, seed)
-    watch.begin(loaded.arch, blocks, positions, tokens)
+    watch.begin(loaded.arch, blocks, positions, tokens, plan.draft_rows.value)
     missed = runner.decode_steps.num_missed if runner.decode_steps is not None else 0
     for start in range(0, tokens, chunk):
         ids = prompt[start : min(start + chunk, tokens)]

@@ -77,15 +77,21 @@ class PositionsWatch:
         self._watching: _Watching | None = None
 
     def begin(
-        self, arch: Arch, blocks: Sequence[int], positions: Sequence[int], decoded: int
+        self,
+        arch: Arch,
+        blocks: Sequence[int],
+        positions: Sequence[int],
+        decoded: int,
+        draft_rows: int = 0,
     ) -> None:
         """
         Args:
             blocks: of the sequence, in order.
             positions: of the prompt.
             decoded: the position behind it, which a decode step computes.
+            draft_rows: that rings hold beyond what is visible.
         """
-        self._watching = _Watching(arch, blocks, positions, decoded)
+        self._watching = _Watching(arch, blocks, positions, decoded, draft_rows)
 
     def expect(self, start: int, rows: int) -> None:
         """What the next step computes."""
@@ -109,10 +115,16 @@ class _Watching:
     """What was noted and found so far."""
 
     def __init__(
-        self, arch: Arch, blocks: Sequence[int], positions: Sequence[int], decoded: int
+        self,
+        arch: Arch,
+        blocks: Sequence[int],
+        positions: Sequence[int],
+        decoded: int,
+        draft_rows: int,
     ) -> None:
         self.findings: list[Finding] = []
         self._arch = arch
+        self._draft_rows = draft_rows
         self._positions = (*positions, decoded)
         self._blocks = list(blocks)
         self._layers = [_Layer(layer) for layer in arch.layers]
@@ -133,6 +145,7 @@ class _Watching:
             "rope.norm_rotate": self._rotate,
             "cache.write": self._rotate,
             "attention.compress": self._compress,
+            "attention.compress_step": self._compress_step,
             "attention.index_topk": self._choose,
             "attention.index_topk_decode": self._choose,
             "attention.sparse_prefill": self._attend,
@@ -256,6 +269,36 @@ class _Watching:
             self._near(kernel.op, position, ours, expected, tolerance)
             layer.entries[which, window] = expected
         return result
+
+    def _compress_step(self, kernel: Kernel, arguments: tuple[Any, ...]) -> Any:
+        """attention.compress_step of the row behind the prompt, in slot 0: where it closes a
+        window, the entry is made again of what the ring has at the rows of its tokens."""
+        case: CompressCase = kernel.case
+        state_TW, bias_RW, _, ring_NW, _, _, norm_weight_D, *_ = arguments
+        layer, which = self._layer, self._layer.compressed
+        layer.compressed += 1
+        closing = [p for p, _ in self._rows_of(self._rows) if (p + 1) % case.ratio == 0]
+        rows = {p: self._ring_rows(case, p, ring_NW) for p in closing}
+        for position in closing:  # its own, before it is there
+            rows[position][-1] = state_TW[position - self._start] + bias_RW[-1]
+        result = kernel.run(*arguments)
+        tolerance = OPS[kernel.op].tolerance.of(case.dtype)
+        for position in closing:
+            window, at = position // case.ratio, position - self._start
+            angles = self._rotation([window * case.ratio], ring_NW.device)
+            expected = plain_compress.compress(case, rows[position], window, norm_weight_D, angles)
+            self._near(kernel.op, position, result[at : at + 1], expected, tolerance)
+            layer.entries[which, window] = expected
+        return result
+
+    def _ring_rows(self, case: CompressCase, last: int, ring_NW: torch.Tensor) -> torch.Tensor:
+        """fp32 [span, row width], of the tokens up to `last`, from the ring of slot 0; zero before
+        the sequence."""
+        ring = case.span + self._draft_rows
+        tokens = range(last + 1 - case.span, last + 1)
+        rows = ring_NW[torch.tensor([t % ring for t in tokens], device=ring_NW.device)]
+        rows[: max(0, -tokens.start)] = 0.0
+        return rows
 
     def _choose(self, kernel: Kernel, arguments: tuple[Any, ...]) -> Any:
         """attention.index_topk and its decode form: what the references choose among the keys."""

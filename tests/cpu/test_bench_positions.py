@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from metainfer.arch.tiny import tiny_config
-from metainfer.bench.positions import Checked, check_positions, sample_positions
+from metainfer.bench.positions import Checked, check_positions, closing_length, sample_positions
 from metainfer.bench.positions_watch import CACHED, KEYS, PositionsWatch
 from metainfer.bench.watched import Watched
 from metainfer.core.errors import UserError
@@ -22,7 +22,7 @@ from metainfer.kernels.registry import Backend, Registry
 from metainfer.llm.engine import load_model
 from metainfer.nn import step_index
 from metainfer.nn.rotary import RotaryTable
-from metainfer.nn.step_index import StepIndexer
+from metainfer.nn.step_index import DecodeWindows, StepIndexer
 from metainfer.ops.catalogue import OPS
 from metainfer.plan.settings import EngineSettings
 from metainfer.shipped import model_dir
@@ -57,7 +57,7 @@ def check(
 def test_all_layers_are_held_against_the_references(model: Path) -> None:
     checked = check(model)
     assert checked.wrong == ()
-    assert (len(checked.positions), checked.positions[-2:]) == (COUNT + 1, (899, 900))
+    assert (len(checked.positions), checked.positions[-2:]) == (COUNT + 1, (894, 895))
     seen = Counter((one.op, one.layer) for one in checked.findings)
     for layer in range(4):  # the last layer computes the last row of a chunk alone
         assert seen["attention.sparse_prefill", layer] == COUNT
@@ -67,6 +67,8 @@ def test_all_layers_are_held_against_the_references(model: Path) -> None:
     assert seen["attention.index_topk", 2] >= COUNT - 2
     assert seen["attention.index_topk_decode", 2] == 1
     assert seen["attention.compress", 3] >= 3
+    steps = [seen["attention.compress_step", layer] for layer in range(5)]
+    assert steps == [0, 0, 2, 1, 2], "of entries, and of index keys where there are any"
     assert {layer for op, layer in seen if op == CACHED} == {2, 3, 4}
     assert max(one.error for one in checked.findings) < 1e-5
 
@@ -124,6 +126,24 @@ def _angles_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RotaryTable, "rows", wrong)
 
 
+def _planted_in_windows(monkeypatch: pytest.MonkeyPatch, **change: Callable[[Any], Any]) -> None:
+    """Changes what decode steps read of one ratio."""
+    right = DecodeWindows
+
+    def wrong(**of: Any) -> DecodeWindows:
+        return right(**of | {name: made(of[name]) for name, made in change.items()})
+
+    monkeypatch.setattr(step_index, "DecodeWindows", wrong)
+
+
+def _closing_rows_of_the_ring_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    _planted_in_windows(monkeypatch, closing_TS=lambda rows_TS: rows_TS.roll(1, dims=1))
+
+
+def _entries_of_decode_one_row_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    _planted_in_windows(monkeypatch, target_rows_T=lambda rows_T: rows_T - 1)
+
+
 @pytest.mark.parametrize(
     ("plant", "op"),
     [
@@ -131,6 +151,8 @@ def _angles_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
         (_window_one_row_late, "attention.sparse_prefill"),
         (_window_of_decode_one_row_short, "attention.sparse_decode"),
         (_angles_that_stay, "rope.norm_rotate"),
+        (_closing_rows_of_the_ring_late, "attention.compress_step"),
+        (_entries_of_decode_one_row_late, CACHED),
     ],
 )
 def test_rows_and_angles_that_are_wrong_show(
@@ -169,6 +191,7 @@ def _choose_the_oldest(ids_TK: torch.Tensor) -> None:
     [
         ("attention.sparse_prefill", lambda out_THD: out_THD[-1, 0, :4].mul_(1.5)),
         ("attention.compress", lambda entries_ED: entries_ED.mul_(1.01)),
+        ("attention.compress_step", lambda entries_TD: entries_TD.mul_(1.01)),
         ("attention.index_topk", _choose_the_oldest),
         ("attention.index_topk_decode", _choose_the_oldest),
     ],
@@ -188,6 +211,15 @@ def test_positions_are_spread_and_lie_behind_borders() -> None:
     assert sum(position % 512 < 8 for position in chosen) >= 6
     assert chosen != sample_positions(10_000, 16, 512, seed=2)
     assert sample_positions(3, 16, 512, seed=1) == (0, 1, 2)
+
+
+def test_a_prompt_is_cut_where_windows_close() -> None:
+    assert [closing_length(n, (4, 4, 128)) for n in (127, 128, 900, 1022, 1023)] == [
+        127, 127, 895, 895, 1023
+    ]  # fmt: skip
+    assert closing_length(7, ()) == 7
+    assert closing_length(7, (4,)) == 7
+    assert closing_length(6, (4,)) == 3
 
 
 def test_a_prompt_that_has_no_room_is_refused(model: Path) -> None:

@@ -319,10 +319,10 @@ def test_positions_are_checked_without_a_turn(tmp_path: Path) -> None:
         str(tmp_path),
     )  # fmt: skip
     assert ran.code == 0, ran.err
-    assert "tuned: 4 positions of 300 tokens held against the references" in ran.out
+    assert "tuned: 4 positions of 255 tokens held against the references" in ran.out
     made = json.loads((tmp_path / "bench-stages.json").read_text())
     checked = made["sides"]["tuned"]["receipt"]["positions"]
-    assert (checked["tokens"], checked["positions"][-2:]) == (300, [299, 300])
+    assert (checked["tokens"], checked["positions"][-2:]) == (255, [254, 255])
     attended = checked["ops"]["attention.sparse_prefill"]
     assert attended["checks"] > 4
     assert 0.0 < attended["error"] < attended["tolerance"]
