@@ -61,6 +61,9 @@ class Variable:
     why: str
 
 
+_SECRET = re.compile(r"(?i)key|token$|secret|password")
+
+
 @dataclass(frozen=True, slots=True)
 class Said:
     """One flag or variable of a command, and what becomes of it."""
@@ -176,7 +179,7 @@ def _read_flags(engine: str, words: Sequence[str], values: dict[str, str]) -> li
             values["model"] = taken[0] if taken else ""
             said.append(Said(f"{name} {values['model']}", KEPT, "MODEL", ""))
             continue
-        written = " ".join([name, *taken])
+        written = " ".join([name, *(_shown(name, value) for value in taken)])
         if name not in known:
             said.append(Said(written, UNKNOWN, "", "not a flag that is known here"))
             continue
@@ -205,7 +208,13 @@ def _variable(word: str, values: dict[str, str]) -> Said:
             if known.part:
                 values[known.part] = value
             return Said(word, MAPPED, known.effect, known.why)
-    return Said(word, UNKNOWN, "", "not a variable that is known here")
+    shown = f"{name}={_shown(name, value)}"
+    return Said(shown, UNKNOWN, "", "not a variable that is known here")
+
+
+def _shown(name: str, value: str) -> str:
+    """Keys are not repeated: what this makes is printed and kept."""
+    return "(not shown)" if _SECRET.search(name) else value
 
 
 def _set_up(engine: str, values: Mapping[str, str], said: Sequence[Said]) -> SetUp:

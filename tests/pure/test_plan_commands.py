@@ -236,3 +236,10 @@ def test_this_version_says_that_it_serves_one_rank() -> None:
     stock = json.loads(metainfer(*asked, "--engine", "stock", "--json").out)
     assert stock["engine"] == "stock" and stock["engine_meaning"]
     assert not any("one rank" in note for note in stock["notes"])
+
+
+def test_keys_in_a_command_are_not_repeated():
+    command = "HF_TOKEN=hush NCCL_DEBUG=INFO vllm serve M --api-key=hush --api-key hush --port 80"
+    written = [said.written for said in read_command(command).said]
+    assert not any("hush" in text for text in written)
+    assert "--port 80" in written and "HF_TOKEN=(not shown)" in written
