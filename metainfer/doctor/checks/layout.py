@@ -98,7 +98,7 @@ def plan(patient: Patient) -> Iterator[Finding]:
         Level.WARN if converted else Level.OK,
         converted[0]
         if converted
-        else f"of all layouts {found.best.layouts.name} reads fastest, about"
+        else f"of all layouts {found.best.layouts.name} answers most requests, and reads about"
         f" {best.input_per_s:,.0f} input tok/s",
         f"{found.best.layouts.name}: {best.input_per_s:,.0f} input tok/s, first token"
         f" after {best.ttft_s:.2f} s, {best.tpot_s * 1e3:.1f} ms between tokens, with engines as"
