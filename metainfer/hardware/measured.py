@@ -182,8 +182,3 @@ def name_of(curve: Curve) -> str:
     """ "peer store, copy over 0,1 at once"."""
     together = " at once" if curve.at_once else ""
     return f"{curve.means}, {curve.operation} over {','.join(map(str, curve.gpus))}{together}"
-
-
-def reach_of(curve: Curve) -> str:
-    """ "1.0 kB to 268.4 MB"."""
-    return f"{format_bytes(curve.bytes[0])} to {format_bytes(curve.bytes[-1])}"

@@ -32,7 +32,6 @@ NAMES = {
     Kind.INDEX_COMPRESSOR: "compressor states",
 }
 DRAFT = "drafting caches"
-GROWING = ("entries", "index keys", DRAFT)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import pytest
 
 from metainfer.arch.shape_of import read_shape
 from metainfer.core.errors import MetainferError, UserError
-from metainfer.hardware.curves import Rate
+from metainfer.hardware.curves import MEASURED_HERE, Rate
 from metainfer.hardware.facts import Unknown
 from metainfer.hardware.known import machine_of
 from metainfer.hardware.machine import Machine
@@ -18,7 +18,7 @@ from metainfer.plan.cost.experts import largest_of, skew, touched
 from metainfer.plan.cost.parts import EXPERTS, INDEXER, STREAMS, Share
 from metainfer.plan.cost.phases import TRANSFERS, Phases
 from metainfer.plan.cost.predict import Prediction, predict
-from metainfer.plan.cost.rates import HERE, Rates
+from metainfer.plan.cost.rates import Rates
 from metainfer.plan.cost.transfers import ALL_GATHER, ALL_REDUCE, Transfers
 from metainfer.plan.cost.work import step_work
 from metainfer.plan.layouts import Formats, Layout, Layouts
@@ -106,7 +106,7 @@ def test_a_rate_comes_from_the_record_before_the_card_and_its_nominal_figures() 
     machine = machine_of("rtx-6000d-x8")
     nominal = rates_of(machine).of("experts fp4", 192.0)
     assert nominal.origin == INFERRED and "nominal" in nominal.why
-    own = (*machine.rates, Rate("experts fp4", 8192, 3e14, f"{HERE}, today"))
+    own = (*machine.rates, Rate("experts fp4", 8192, 3e14, f"{MEASURED_HERE}, today"))
     measured = rates_of(replace(machine, rates=own)).of("experts fp4", 192.0)
     assert (measured.origin, measured.per_s) == (MEASURED, 3e14)
     published = rates_of(machine_of("rtx-pro-6000-x8")).of("experts fp4", 192.0)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from metainfer.hardware.cards import card_of_gpu
-from metainfer.hardware.curves import Rate
+from metainfer.hardware.curves import MEASURED_HERE, Rate
 from metainfer.hardware.facts import NOT_ASKED, Unknown
 from metainfer.hardware.machine import Gpu, Machine
 from metainfer.plan.cost.constants import INFERRED, MEASURED, PUBLISHED, Constants, Profile
@@ -23,9 +23,6 @@ _LARGE = 512
 
 _DOUBT = 1.5
 """By how much a single published figure may lie below what the architecture reaches elsewhere."""
-
-HERE = "measured here"
-"""How `Rate.source` and `Curve.source` begin where the machine itself was measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +59,7 @@ class Nominal:
 
 def origin_of(source: str) -> str:
     """Of a curve or rate as its record says."""
-    if source.startswith(HERE):
+    if source.startswith(MEASURED_HERE):
         return MEASURED
     return INFERRED if source.startswith("inferred") else PUBLISHED
 
