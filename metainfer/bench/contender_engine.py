@@ -203,8 +203,10 @@ class EngineContender:
         for request_id in live:
             self._engine.abort(request_id)
         while live and self._engine.stats().alive:
-            events = self._engine.events(1.0)
-            live -= {e.request_id for e in events if isinstance(e, FinishEvent)}
+            ended = [e for e in self._engine.events(1.0) if isinstance(e, FinishEvent)]
+            live -= {event.request_id for event in ended}
+            for event in ended:
+                self._count(event.usage)
 
 
 class _Watched:

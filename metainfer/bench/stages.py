@@ -259,6 +259,7 @@ class _Run:
         if self._is_late():
             return False
         time.sleep(REST_S)
+        cached = process.must("counted")["cached_tokens"]
         said = process.ask(work.do, **self._asked(work, number))
         self._done += 1
         total = (self._load.rounds + 1) * len(self._works) * len(self._contestants)
@@ -267,7 +268,8 @@ class _Run:
             side.missing[work.name] = said["failed"]
             side.turns.pop(work.name, None)
         elif number:
-            side.turns.setdefault(work.name, []).append(said)
+            cached = process.must("counted")["cached_tokens"] - cached
+            side.turns.setdefault(work.name, []).append({**said, "cached_tokens": cached})
         return True
 
     def _asked(self, work: Work, number: int) -> dict[str, Any]:

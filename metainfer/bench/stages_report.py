@@ -32,7 +32,7 @@ def record(
 ) -> dict[str, Any]:
     """The JSON record."""
     works = works_of(load)
-    return {
+    made: dict[str, Any] = {
         **provenance(),
         "kind": "stages",
         "machine": dict(machine),
@@ -61,6 +61,11 @@ def record(
             for work in works
         ],
     }
+    made["not_cold"] = [
+        {"side": side, "work": work, "cached_tokens": tokens}
+        for side, work, tokens in _not_cold(made)
+    ]
+    return made
 
 
 def side_record(side: SideRun) -> dict[str, Any]:
@@ -86,6 +91,7 @@ def work_record(work: Work, turns: Sequence[Mapping[str, Any]]) -> dict[str, Any
     made: dict[str, Any] = {
         "seconds": seconds,
         "tokens": tokens,
+        "cached_tokens": sum(said["cached_tokens"] for said in turns),
         "tokens_per_s": statistics.median(rates),
         "tokens_per_s_low": min(rates),
         "tokens_per_s_high": max(rates),
@@ -202,6 +208,11 @@ def _remarks(made: Mapping[str, Any]) -> list[str]:
             lines.append(f"{name}: {compiled} kernels were compiled while requests waited")
         lines += [f"{name}, {work}: {why}" for work, why in side["missing"].items()]
         lines += _positions(name, side["receipt"].get("positions"))
+    lines += [
+        f"NOT COLD: {one['side']}, {one['work']}: {one['cached_tokens']:,} prompt tokens came from"
+        " a cache"
+        for one in made.get("not_cold", ())
+    ]
     pattern = made["pattern"]
     if pattern:
         lines.append(
@@ -235,6 +246,18 @@ def wrong_positions(made: Mapping[str, Any]) -> int:
     """Results of all sides that the references do not confirm."""
     receipts = (side["receipt"] for side in made["sides"].values())
     return sum(len((receipt.get("positions") or {"wrong": ()})["wrong"]) for receipt in receipts)
+
+
+def _not_cold(made: Mapping[str, Any]) -> list[tuple[str, str, int]]:
+    """(side, work, cached tokens) of work whose prompts are new and were not all computed. Traffic
+    with later turns has tokens that are cached."""
+    later_turns = (made["pattern"] or {"multi_turn": 0.0})["multi_turn"] > 0
+    return [
+        (name, work["name"], side["cached_tokens"])
+        for work in made["works"]
+        for name, side in work["sides"].items()
+        if side["cached_tokens"] and not (work["do"] == TRAFFIC and later_turns)
+    ]
 
 
 def _cell(kind: str, value: float | None) -> str:

@@ -91,7 +91,7 @@ def run(
     machine = json.loads(ready.machine.to_json())
     made = record(measured, load, load.model or SHIPPED_MODEL, ready.arch, machine)
     report(terminal, results, made, place, text_report, _draw if load.rounds else None)
-    return 1 if wrong_positions(made) else 0
+    return 1 if wrong_positions(made) or made["not_cold"] else 0
 
 
 def _is_open(setting: str) -> bool:

@@ -185,6 +185,38 @@ def test_turns_alternate_and_the_first_round_is_not_kept(scripted: list[tuple[st
     assert json.loads(json.dumps(made, default=str))["rounds"] == 3
 
 
+def test_cold_work_with_cached_tokens_is_named(
+    scripted: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the second prefill on 5 tokens of a prompt are found in a cache."""
+
+    def counted(side: Scripted, do: str) -> dict[str, Any]:
+        told = Scripted.ask(side, do)
+        seen = sum(len(prompt) == 32 for prompt in side.prompts)
+        return told | {"cached_tokens": 5 * max(seen - 1, 0)} if do == "counted" else told
+
+    monkeypatch.setattr(Scripted, "must", counted)
+    made = record(run(LOAD), LOAD, "tiny", ARCH, MACHINE)
+    assert made["not_cold"] == [
+        {"side": side, "work": "prefill 32", "cached_tokens": 15} for side in LOAD.settings
+    ]
+    assert made["works"][1]["sides"]["tuned"]["cached_tokens"] == 0
+    said = "NOT COLD: tuned, prefill 32: 15 prompt tokens came from a cache"
+    assert said in text_report(made)
+
+
+@pytest.mark.parametrize("multi_turn", [0.0, 0.5])
+def test_traffic_is_cold_unless_turns_follow(
+    scripted: list[tuple[str, str]], multi_turn: float
+) -> None:
+    load = replace(LOAD, multi_turn=multi_turn)
+    measured = run(load)
+    for side in measured.sides.values():
+        side.turns["traffic"][0]["served"][0]["cached_tokens"] = 7
+    found = record(measured, load, "tiny", ARCH, MACHINE)["not_cold"]
+    assert [one["work"] for one in found] == ([] if multi_turn else ["traffic"] * 2)
+
+
 def test_no_prompt_comes_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     load = StagesLoad(settings=("tuned",), rounds=2, input_lens=(16, 24), multi_turn=0.0)
     side = Scripted("tuned", 0.001, [])
