@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from metainfer.core.errors import UserError
-from metainfer.core.units import format_bytes
 from metainfer.hardware.coherence import require_measurements
 from metainfer.hardware.curves import (
     COPY,
