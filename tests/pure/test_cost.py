@@ -263,6 +263,25 @@ def test_sharded_caches_cost_decoding_and_less_attention() -> None:
     assert mine["indexer"] < other["indexer"]
 
 
+def test_sharded_caches_are_gathered_for_later_chunks_alone() -> None:
+    machine, shape = machine_of("rtx-pro-6000-x8"), read_shape("glm-5.3")
+    phases = Phases(shape, machine, CONSTANTS, CONSTANTS.profile("metainfer"))
+
+    def gathered(tokens: int, seqs: int) -> float:
+        sharded, plain = (
+            phases.chunk(layout, Formats(), 8192, tokens, seqs).by_group()[TRANSFERS]
+            for layout in (replace(TP8, kv_shards=8), TP8)
+        )
+        return sharded - plain
+
+    # Whole prompts see what their own chunk computes on every rank.
+    assert gathered(8192, 1) == gathered(4096, 2) == 0.0
+    assert gathered(16384, 1) == pytest.approx(gathered(8192, 2), rel=1e-6)
+    # 656 bytes of an entry, 132 of its index keys where a layer has some; 7 of 8 parts come in.
+    size = 8192 * (78 * 656 + 21 * 132)
+    assert gathered(16384, 1) > 7 / 8 * size / 64e9
+
+
 def test_pipelines_wait_for_one_prompt_and_not_for_many() -> None:
     layout = Layout(pipeline=4)
     few = told("rtx-pro-6000-x4", layout, workload=Workload(8192, 1, 1))

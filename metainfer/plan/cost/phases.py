@@ -110,7 +110,7 @@ class Phases:
         """A prefill step of `rows` rows of `seqs` sequences, the last of which sees `tokens`."""
         items = list(self._computed(self._share(layout, rows, tokens, seqs, decode=False)))
         exposed = 1.0 - self.profile.hidden
-        for exchange, count in self._prefill_exchanges(layout, formats, rows, tokens):
+        for exchange, count in self._prefill_exchanges(layout, formats, rows, tokens, seqs):
             items.append(_item(exchange, count * exposed))
         items.append(Item(HOST, self.profile.chunk_us * 1e-6, INFERRED, "the host, a chunk"))
         items += self._table_rows(formats, rows, sum(item.seconds for item in items))
@@ -159,7 +159,7 @@ class Phases:
         return layout.replicas * layout.pipeline
 
     def _prefill_exchanges(
-        self, layout: Layout, formats: Formats, rows: int, tokens: int
+        self, layout: Layout, formats: Formats, rows: int, tokens: int, seqs: int
     ) -> Iterable[tuple[Exchange, float]]:
         """Exchanges of a chunk, and how many there are of each."""
         side, layers = self.shape.side, self._layers_in_full(rows)
@@ -185,7 +185,8 @@ class Phases:
                 yield exchange(ALL_GATHER, part, layout.tensor, some), layers
             yield from self._halo(layout, rows)
         if layout.kv_shards > 1:
-            yield from self._gathered_context(layout, tokens)
+            # What the chunk itself writes every rank computes or gets with the halo.
+            yield from self._gathered_context(layout, max(0, seqs * tokens - rows))
         if layout.pipeline > 1:
             yield self._handed_on(layout, rows), layout.pipeline - 1
 
@@ -225,7 +226,7 @@ class Phases:
             yield self.transfers.exchange(ALL_GATHER, size, layout.context, groups), count
 
     def _gathered_context(self, layout: Layout, tokens: int) -> Iterable[tuple[Exchange, float]]:
-        """Of sharded caches, all entries that a chunk sees, layer by layer."""
+        """Of sharded caches, all entries of tokens before a chunk that it sees, layer by layer."""
         groups = self._groups(layout)
         for size, count in self._entry_bytes(tokens).items():
             yield self.transfers.exchange(ALL_GATHER, size, layout.kv_shards, groups), count
