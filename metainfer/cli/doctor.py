@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -173,6 +174,7 @@ def _text(options: DoctorOptions, patient: Patient, findings: tuple[Finding, ...
     from metainfer.cli.doctor_text import findings_text
     from metainfer.doctor.estimate import gpus_of
     from metainfer.hardware.facts import Unknown
+    from metainfer.hardware.known import machine_names
 
     gpus = gpus_of(patient.machine)
     names = sorted({gpu.name for gpu in gpus})
@@ -187,7 +189,11 @@ def _text(options: DoctorOptions, patient: Patient, findings: tuple[Finding, ...
             if isinstance(patient.machine.gpus, Unknown)
             else "there is no GPU"
         )
-        lines += ["", f"Nothing to examine: {why}. --machine takes a record or a recorded machine."]
+        told = (
+            f"Nothing to examine: {why}. --machine takes a record of `metainfer probe --out` or the"
+            f" name of a recorded machine: {', '.join(machine_names())}."
+        )
+        lines += ["", textwrap.fill(told, 100, break_on_hyphens=False)]
         return "\n".join(lines)
     return "\n".join([*lines, "", findings_text(findings)])
 

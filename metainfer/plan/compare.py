@@ -11,6 +11,7 @@ from metainfer.core.errors import UserError
 from metainfer.core.units import format_seconds
 from metainfer.hardware.machine import Machine
 from metainfer.plan.search import Ledger, Result, search
+from metainfer.plan.search_text import wrapped
 from metainfer.plan.workload import Workload
 
 _MISSING = {
@@ -126,8 +127,17 @@ def text(found: Comparison) -> str:
     }
     parts = [f"{count:.2f} for {named[what]}" for what, count in found.machines_of_first().items()]
     lines.append(f"Machines of {found.first.name} that do what one {found.second.name} does:")
-    lines.append(f"  {', '.join(parts)}")
+    lines += [f"  {', '.join(parts)}", *_notes(sides)]
     return "\n".join(lines)
+
+
+def _notes(sides: tuple[Side, Side]) -> list[str]:
+    """What holds of both, then of one, by its name."""
+    one, other = (side.result.notes for side in sides)
+    told = [note for note in one if note in other]
+    for side, beyond in zip(sides, (other, one), strict=True):
+        told += [f"{side.name}: {note}" for note in side.result.notes if note not in beyond]
+    return ["", *wrapped("note", told)[:-1]] if told else []
 
 
 def _with_givens(sides: tuple[Side, Side]) -> Iterator[str]:

@@ -155,6 +155,6 @@ def _not_yet(best: Candidate) -> Iterator[str]:
     before, layout = best.layouts.prefill, best.layouts.decode
     ranks = layout.group * layout.pipeline
     if ranks > 1:
-        yield f"this version serves one rank: {ranks} GPUs need *Many ranks*"
+        yield f"this version serves one rank: {ranks} GPUs need more, which come later"
     if before.context > 1 or layout.pipeline > 1 or layout.kv_shards > 1:
         yield f"{best.layouts.name} has no flags yet beyond its tensor ranks"

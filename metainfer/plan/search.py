@@ -9,6 +9,7 @@ from typing import Protocol
 from metainfer.arch.shapes import ModelShape
 from metainfer.core.errors import UserError
 from metainfer.hardware.facts import Unknown
+from metainfer.hardware.known import machine_names
 from metainfer.hardware.machine import Machine
 from metainfer.plan.candidates import Rejection, candidates, fits_chunk
 from metainfer.plan.cost.constants import Constants, Profile, read_constants
@@ -167,16 +168,23 @@ def _converted(shape: ModelShape, form: Formats) -> list[str]:
     ]
 
 
+def _machines() -> str:
+    return (
+        "--machine takes a record of `metainfer probe --out` or the name of a recorded machine: "
+        + ", ".join(machine_names())
+    )
+
+
 def _gpus(machine: Machine) -> int:
     if isinstance(machine.gpus, Unknown):
         raise UserError(
             f"no plan without GPUs: {machine.gpus.why}",
-            hint="--machine takes a record or the name of a recorded machine",
+            hint=_machines(),
         )
     if not machine.gpus:
         raise UserError(
             "no plan: this machine has no GPU; on a CPU there is one layout",
-            hint="--machine takes a record or the name of a recorded machine",
+            hint=_machines(),
         )
     return len(machine.gpus)
 
@@ -352,7 +360,10 @@ def _engine(phases: Phases, best: Candidate) -> list[str]:
         )
     ranks = layout.group * layout.pipeline
     if ranks > 1:
-        notes.append(f"this version serves one rank: {ranks} GPUs need *Many ranks*")
+        notes.append(
+            f"this version serves one rank: {ranks} GPUs need more, which come later; --emit vllm"
+            " or sglang prints the nearest that serves today"
+        )
     elif layout.replicas > 1:
         notes.append(f"this version serves one rank: start {layout.replicas} servers, one a GPU")
     return notes

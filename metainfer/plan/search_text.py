@@ -13,6 +13,11 @@ from metainfer.plan.search import Candidate, Result
 WIDTH = 100
 _SHOWN = 5
 _BAR = 30
+_LEGEND = (
+    "Layouts: N x is replicas; of one, TP divides heads and matrices, CP tokens of prompts, PP"
+    " layers, EP experts and KV caches of contexts over so many GPUs; behind the bar, what decode"
+    " does otherwise."
+)
 _PLACES = {"host": "in host memory", "gpu": "on GPUs", "disk": "on disk"}
 
 
@@ -21,7 +26,7 @@ def summary(result: Result) -> str:
     best = result.best
     lines = [*_asked(result), "", *_choice(result), ""]
     lines += [*_rates(result, best), ""]
-    lines += _wrapped("note", result.notes)
+    lines += wrapped("note", result.notes)
     lines.append("--explain shows where the time goes, the next layouts and why others lose.")
     return "\n".join(lines)
 
@@ -30,7 +35,7 @@ def explained(result: Result) -> str:
     """The best layout, where its time goes, the next ones, and why others lose."""
     best = result.best
     lines = [*_asked(result), "", *_choice(result), "", *_rates(result, best), ""]
-    lines += _wrapped("note", result.notes)
+    lines += wrapped("note", result.notes)
     lines += _table_of_time(
         "a token of a prompt (on one replica)", best.prediction.prefill, 1e6, "us"
     )
@@ -145,7 +150,7 @@ def _layouts(ranked: Sequence[Candidate]) -> list[str]:
             f"{format_seconds(told.ttft_s):>10}{told.tpot_s * 1e3:>9.1f}"
             f"{told.requests_per_s:>8.3g}{format_bytes(one.ledger.total_bytes):>11}"
         )
-    return [*lines, ""]
+    return [*lines, "", *textwrap.wrap(_LEGEND, WIDTH), ""]
 
 
 def _losers(result: Result) -> list[str]:
@@ -176,7 +181,8 @@ def _entry(name: str, text: str) -> list[str]:
     )
 
 
-def _wrapped(label: str, sentences: Sequence[str]) -> list[str]:
+def wrapped(label: str, sentences: Sequence[str]) -> list[str]:
+    """Each sentence behind the label, and an empty line."""
     lines = []
     for sentence in sentences:
         lines += textwrap.wrap(

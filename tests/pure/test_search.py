@@ -13,6 +13,8 @@ from metainfer.core.errors import MetainferError, UserError
 from metainfer.hardware.facts import Unknown
 from metainfer.hardware.known import machine_of
 from metainfer.hardware.machine import Machine
+from metainfer.plan.compare import compare
+from metainfer.plan.compare import text as comparison_text
 from metainfer.plan.layouts import Formats, Layout, Layouts, layouts_of
 from metainfer.plan.search import INTERACTIVE, OBJECTIVES, THROUGHPUT, TTFT, Result, search
 from metainfer.plan.search_record import record
@@ -154,8 +156,9 @@ def test_one_gpu_and_none() -> None:
     machine = machine_of("h200-x1")
     with pytest.raises(UserError, match="this machine has no GPU"):
         found(replace(machine, gpus=()))
-    with pytest.raises(UserError, match="no plan without GPUs: the driver's library is not there"):
+    with pytest.raises(UserError, match="no plan without GPUs: the driver's library is") as no:
         found(replace(machine, gpus=Unknown("the driver's library is not there")))
+    assert "rtx-pro-6000-x8" in no.value.hint
 
 
 def test_a_workload_longer_than_the_model_reads() -> None:
@@ -188,6 +191,20 @@ def test_text_fits_and_names_what_was_found() -> None:
         assert result.best.layouts.prefill.name in text
     page = explained(result)
     assert "Why not the others:" in page and FULL.reason in page and "#####" in page
+    assert "CP tokens of prompts" in page  # the names of layouts are explained
+
+
+def test_two_machines_come_with_what_holds_of_each() -> None:
+    pair = tuple((name, machine_of(name)) for name in ("rtx-pro-6000-x4", "rtx-pro-6000-x2"))
+
+    def ledger(shape: object, machine: Machine, *asked: object) -> Memory:
+        released = any(isinstance(one, Formats) and one.experts == "released" for one in asked)
+        return FULL if machine is pair[1][1] and released else ROOM
+
+    told = compare(read_shape("glm-5.3"), pair, Workload(), ledger, TTFT, "metainfer")
+    notes = " ".join(comparison_text(told).split())
+    assert "rtx-pro-6000-x2: glm-5.3 as released fits in no layout" in notes
+    assert notes.count("compiled for sm_120") == 1  # what holds of both stands once
 
 
 def test_record_goes_through_json() -> None:
