@@ -63,7 +63,7 @@ def run(terminal: Terminal, options: EnvOptions) -> int:
     rows += [("variable", f"{name}={value}") for name, value in variables.items()]
     rows += [("model", model)]
     rows += [("source", text) for text in _sources(machine)]
-    terminal.data("\n".join(_wrapped(label, text) for label, text in rows))
+    terminal.data("\n".join(wrapped(label, text) for label, text in rows))
     terminal.data("\n" + (explain(plan) if isinstance(plan, Plan) else f"no plan: {plan.message}"))
     if isinstance(plan, UserError) and plan.hint:
         terminal.data(f"hint: {plan.hint}")
@@ -138,7 +138,7 @@ def _sources(machine: Machine) -> list[str]:
     ]
 
 
-def _wrapped(label: str, text: str) -> str:
+def wrapped(label: str, text: str) -> str:
     """A row of at most 100 columns; what has no blanks stays whole, and so do variables."""
     if label == "variable":
         return f"{label:<10}{text}"

@@ -34,7 +34,7 @@ class ProbeOptions:
 
 def run(terminal: Terminal, options: ProbeOptions) -> int:
     from metainfer.bench.record import check_place, write_whole
-    from metainfer.cli.env import machine_rows
+    from metainfer.cli.env import machine_rows, wrapped
     from metainfer.cli.machine_text import machine_lines
     from metainfer.hardware.facts import Unknown
     from metainfer.hardware.known import machine_of
@@ -54,7 +54,7 @@ def run(terminal: Terminal, options: ProbeOptions) -> int:
         terminal.data(machine.to_json())
         return 0
     rows = [row for row in machine_rows(machine) if not row[0].startswith(("gpu", "driver"))]
-    terminal.data("\n".join(f"{label:<10}{text}" for label, text in rows))
+    terminal.data("\n".join(wrapped(label, text) for label, text in rows))
     terminal.data("\n" + "\n".join(machine_lines(machine)))
     if not isinstance(machine.gpus, Unknown) and machine.gpus:
         terminal.data(f"\nfingerprint  {fingerprint(machine)}")
