@@ -9,7 +9,7 @@ import pytest
 
 from metainfer.arch.shape_of import read_shape
 from metainfer.core.errors import MetainferError, UserError
-from metainfer.hardware.curves import MEASURED_HERE, Rate
+from metainfer.hardware.curves import MEASURED_HERE, Curve, Rate
 from metainfer.hardware.facts import Unknown
 from metainfer.hardware.known import machine_of
 from metainfer.hardware.machine import Machine
@@ -280,6 +280,20 @@ def test_sharded_caches_are_gathered_for_later_chunks_alone() -> None:
     # 656 bytes of an entry, 132 of its index keys where a layer has some; 7 of 8 parts come in.
     size = 8192 * (78 * 656 + 21 * 132)
     assert gathered(16384, 1) > 7 / 8 * size / 64e9
+
+
+def test_host_links_that_were_measured_at_once_are_taken() -> None:
+    machine, profile = machine_of("rtx-4090-x4"), CONSTANTS.profile("metainfer")
+    slow = Curve(
+        "from host", "copy", (0, 1, 2, 3), True, (2**20, 2**28), (1e-3, 2**28 / 2e9), True,
+        MEASURED_HERE,
+    )  # fmt: skip
+    measured = replace(machine, curves=(*machine.curves, slow))
+    by_tree, as_measured = (Transfers(m, CONSTANTS, profile) for m in (machine, measured))
+    assert by_tree.from_host() > 15e9
+    assert as_measured.from_host() == pytest.approx(CONSTANTS.transfer("staged") * 2e9)
+    staged = as_measured.exchange(ALL_REDUCE, 64e6, 4)
+    assert staged.seconds > 2 * by_tree.exchange(ALL_REDUCE, 64e6, 4).seconds
 
 
 def test_pipelines_wait_for_one_prompt_and_not_for_many() -> None:

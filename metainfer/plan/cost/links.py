@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from itertools import permutations
 
 from metainfer.hardware.cards import card_of_gpu
-from metainfer.hardware.curves import COPY, STORE, trusted
+from metainfer.hardware.curves import COPY, FROM_HOST, STORE, TO_HOST, trusted
 from metainfer.hardware.facts import Unknown
 from metainfer.hardware.machine import Gpu, Machine
 from metainfer.hardware.pcie import Bridge, PcieLink
@@ -101,7 +101,17 @@ class Links:
         return self._cache[key]
 
     def host(self) -> float:
-        """Bytes a second, one way, between host memory and each GPU, all at once."""
+        """Bytes a second, one way, between host memory and each GPU, all at once: the slower way
+        where all of several were recorded at once."""
+        recorded = [
+            curve.bytes[-1] / curve.seconds[-1]
+            for curve in trusted(self._machine.curves)
+            if curve.means in (TO_HOST, FROM_HOST)
+            and curve.at_once
+            and len(curve.gpus) == len(self._gpus) > 1
+        ]
+        if recorded:
+            return min(recorded)
         hops: Counter[Hop] = Counter()
         for place in range(len(self._gpus)):
             hops[f"gpu {place}", True] += 1
