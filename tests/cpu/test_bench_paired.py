@@ -57,9 +57,11 @@ def test_the_effect_has_an_interval_and_a_test() -> None:
 
 def run(pairs: int, rounds: int, missing: dict[str, str] | None = None) -> StagesRun:
     """B takes a tenth less time than A; the last pair may lack its second turn."""
-    turns = [{"tokens": 100, "seconds": 1.0 + 0.01 * (n % 5)} for n in range(pairs)]
+    turns = [
+        {"tokens": 100, "cached_tokens": 0, "seconds": 1.0 + 0.01 * (n % 5)} for n in range(pairs)
+    ]
     faster = [
-        {"tokens": 100, "seconds": 0.9 * turn["seconds"] + 0.002 * (n % 3)}
+        {"tokens": 100, "cached_tokens": 0, "seconds": 0.9 * turn["seconds"] + 0.002 * (n % 3)}
         for n, turn in enumerate(turns)
     ]
     sides = {
