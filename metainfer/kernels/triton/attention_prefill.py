@@ -8,20 +8,25 @@ Two kernels fulfil the contract; `tile_of` chooses from the case and the GPU alo
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 import triton
 
+from metainfer.core.units import format_bytes
 from metainfer.kernels.triton.backend import Declared
 from metainfer.kernels.triton.key_rows import format_constants
 from metainfer.kernels.triton.launch import Launcher, shared_limit
-from metainfer.kernels.triton.prefill_entries import Entries, readable
+from metainfer.kernels.triton.prefill_entries import MOST_DECODED_BYTES, Entries, readable
 from metainfer.kernels.triton.prefill_pairs import list_rows, prefill_pairs
 from metainfer.kernels.triton.prefill_plain import plain_tile, prefill_plain, serves
 from metainfer.ops.attention import DENSE, AttentionCase
+
+_log = logging.getLogger(__name__)
 
 _COPY_BYTES = 16
 _VALUE = 512
@@ -75,6 +80,8 @@ def run(
     tile = tile or tile_of(case, launch.capability)
     read = readable(launch, case, positions_T, entries, entry_rows_BE, sequence_T)
     if read.coded != DENSE or not _copies(q_THK.dtype, latents_ND, read.rows):
+        if read.coded != DENSE and tile.kernel == "pairs" and q_THK.device.type != "meta":
+            _say_too_many(case)
         tile = Tile("plain", *plain_tile(case, 32, latents_ND, read.rows), 8)
     start = _pairs if tile.kernel == "pairs" else _plain
     start(
@@ -82,6 +89,17 @@ def run(
         sink_H, sequence_T, selected_TK, out_THD, lse_TH,
     )  # fmt: skip
     return out_THD if lse_TH is None else (out_THD, lse_TH)
+
+
+@cache  # once for each case
+def _say_too_many(case: AttentionCase) -> None:
+    _log.warning(
+        "prefill over entries that take more than %s when decoded (%s, of every %d tokens) runs on"
+        " the plain kernel, which is slower",
+        format_bytes(MOST_DECODED_BYTES),
+        case.entry_format,
+        case.ratio,
+    )
 
 
 Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
