@@ -80,7 +80,8 @@ def run(
     tile = tile or tile_of(case, launch.capability)
     read = readable(launch, case, positions_T, entries, entry_rows_BE, sequence_T)
     if read.coded != DENSE or not _copies(q_THK.dtype, latents_ND, read.rows):
-        if read.coded != DENSE and tile.kernel == "pairs" and q_THK.device.type != "meta":
+        runs = rows and q_THK.device.type != "meta"
+        if runs and read.coded != DENSE and tile.kernel == "pairs":
             _say_too_many(case)
         tile = Tile("plain", *plain_tile(case, 32, latents_ND, read.rows), 8)
     start = _pairs if tile.kernel == "pairs" else _plain
