@@ -53,8 +53,6 @@ class ExplainOptions:
 
 
 def run(terminal: Terminal, options: ExplainOptions) -> int:
-    from metainfer.kernels.on_paper import has_triton
-
     op = _op_named(options.op)
     cases = list(_cases(op, options))
     if not cases:
@@ -62,6 +60,8 @@ def run(terminal: Terminal, options: ExplainOptions) -> int:
             f"{options.model} does not run {op.name}",
             hint="leave --model out for the cases of all known models",
         )
+    from metainfer.kernels.on_paper import has_triton  # brings torch: names are looked at before
+
     if not has_triton():
         terminal.hint("without triton no kernel for GPUs is here: pip install 'metainfer[kernels]'")
     told = _explained(op, cases, options.targets or (_CPU, *CARD_KINDS))
