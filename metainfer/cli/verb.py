@@ -58,7 +58,11 @@ def help_text(verb: Verb) -> str:
         for written, described in help_rows(record):
             lines.append(f"  {written}")
             lines += textwrap.wrap(
-                described, _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6
+                described,
+                _WIDTH,
+                initial_indent=" " * 6,
+                subsequent_indent=" " * 6,
+                break_on_hyphens=False,  # a flag stays whole, so that it can be found and copied
             )
     if verb.examples:
         lines += ["", "examples:", *(f"  {example}" for example in verb.examples)]
