@@ -22,7 +22,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from metainfer.arch.cache_kinds import BLOCK_TOKENS, blocks_for
-from metainfer.bench.positions_watch import Finding, PositionsWatch
+from metainfer.bench.positions_noted import Finding
+from metainfer.bench.positions_watch import PositionsWatch
 from metainfer.bench.traffic import draw_ids
 from metainfer.core.errors import UserError
 from metainfer.llm.engine import LoadedModel

@@ -7,14 +7,15 @@ last one; where a layer computes fewer rows, they are the last ones.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from metainfer.arch.cache_kinds import BLOCK_TOKENS
-from metainfer.arch.record import Arch, LayerArch, LayerKind
+from metainfer.arch.record import Arch
+from metainfer.bench.positions_noted import Finding, NotedLayer, span_of, tokens_of, within
 from metainfer.kernels.compare import Comparison, compare, near
 from metainfer.kernels.inputs.base import Call
 from metainfer.kernels.reference import attention as plain_attention
@@ -37,37 +38,6 @@ _CODED = 2.0**-4
 """Of the largest number of a row: what rounding to e4m3 may change."""
 _KEY_CODED: Mapping[str, float] = MappingProxyType({"index_fp8": _CODED, "index_fp4": 2.0**-2})
 """The same by format of index keys."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One comparison. `error`: largest difference over the largest number expected."""
-
-    op: str
-    layer: int
-    position: int
-    error: float
-    tolerance: float
-    problem: str
-
-
-@dataclass(slots=True)
-class _Layer:
-    """What was noted of one layer.
-
-    Attributes:
-        latents: by position, [K].
-        states: by compressor (0: of entries, 1: of index keys) and position, [row width].
-        entries: by compressor and window, what the references make of the states.
-        chosen: by position, of the indexer in this step.
-    """
-
-    arch: LayerArch
-    latents: dict[int, torch.Tensor] = field(default_factory=dict)
-    states: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
-    entries: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
-    chosen: dict[int, torch.Tensor] = field(default_factory=dict)
-    compressed: int = 0  # compressors that ran in this step
 
 
 class PositionsWatch:
@@ -127,15 +97,15 @@ class _Watching:
         self._draft_rows = draft_rows
         self._positions = (*positions, decoded)
         self._blocks = list(blocks)
-        self._layers = [_Layer(layer) for layer in arch.layers]
+        self._layers = [NotedLayer(layer) for layer in arch.layers]
         self._tables: dict[bool, RotaryTable] = {}  # by whether layers compress
         self._cache_rows: dict[int, torch.Tensor] = {}  # of all entries, by ratio
         self._windows: dict[int, set[int]] = {}  # that are made again, by ratio
         self._needed: dict[int, set[int]] = {}  # positions whose states they mix
-        for ratio, span in {(layer.ratio, _span(layer)) for layer in arch.layers if layer.ratio}:
+        for ratio, span in {(layer.ratio, span_of(layer)) for layer in arch.layers if layer.ratio}:
             last = {(p + 1) // ratio - 1 for p in positions} - {-1}
             self._windows[ratio] = last
-            self._needed[ratio] = {t for w in last for t in _tokens(w, ratio, span)}
+            self._needed[ratio] = {t for w in last for t in tokens_of(w, ratio, span)}
         window = arch.sliding_window
         self._seen = {t for p in self._positions for t in range(max(0, p - window + 1), p + 1)}
         self._start = self._rows = 0
@@ -165,7 +135,7 @@ class _Watching:
     # ---- where things lie ----
 
     @property
-    def _layer(self) -> _Layer:
+    def _layer(self) -> NotedLayer:
         return self._layers[self._place]
 
     def _rows_of(self, rows: int) -> list[tuple[int, int]]:
@@ -253,11 +223,11 @@ class _Watching:
         layer.compressed += 1
         behind = first * case.ratio - (case.span - case.ratio)  # position of row 0
         stop = min(self._start + self._rows, behind + len(rows_NW))
-        for token in _within(self._needed[case.ratio], self._start, stop):
+        for token in within(self._needed[case.ratio], self._start, stop):
             layer.states[which, token] = rows_NW[token - behind].clone()
         tolerance = OPS[kernel.op].tolerance.of(case.dtype)
-        for window in _within(self._windows[case.ratio], first, first + len(result)):
-            keys = [(which, token) for token in _tokens(window, case.ratio, case.span)]
+        for window in within(self._windows[case.ratio], first, first + len(result)):
+            keys = [(which, token) for token in tokens_of(window, case.ratio, case.span)]
             if not all(key in layer.states for key in keys):
                 continue  # a chunk ended within it
             rows = torch.stack([layer.states[key] for key in keys])
@@ -344,7 +314,7 @@ class _Watching:
         q_THK, _, latents_ND, _, sink_H, entries, *_, selected_TK = (*arguments, *[None] * 9)[:9]
         result = kernel.run(*arguments)
         halo = len(latents_ND) - self._rows
-        for token in _within(self._seen, self._start, self._start + self._rows):
+        for token in within(self._seen, self._start, self._start + self._rows):
             self._layer.latents[token] = latents_ND[halo + token - self._start].clone()
         for position, row in self._rows_of(len(q_THK)):
             chosen = None if selected_TK is None else selected_TK[row : row + 1]
@@ -412,21 +382,3 @@ class _Watching:
             kept = decode_rows(case.entry_format, kept).to(expected.dtype)
             tolerance = max(tolerance, _CODED)
         self._near(CACHED, position, kept, expected, tolerance)
-
-
-def _span(layer: LayerArch) -> int:
-    """Tokens that an entry mixes: two windows where an indexer chooses among entries."""
-    return layer.ratio * (2 if layer.kind is LayerKind.COMPRESSED_SPARSE else 1)
-
-
-def _tokens(window: int, ratio: int, span: int) -> range:
-    """Positions that the entry of a window mixes."""
-    stop = (window + 1) * ratio
-    return range(max(0, stop - span), stop)
-
-
-def _within(numbers: set[int], first: int, stop: int) -> list[int]:
-    """Those from `first` to `stop` - 1, ascending."""
-    if stop - first < len(numbers):
-        return [n for n in range(first, stop) if n in numbers]
-    return sorted(n for n in numbers if first <= n < stop)
