@@ -12,7 +12,7 @@ from metainfer.bench.ops import OpResult, floors
 from metainfer.bench.ops_settings import OpsLoad
 from metainfer.bench.record import provenance, table
 from metainfer.core.units import format_seconds
-from metainfer.ops.floor import Rates, operands_of
+from metainfer.ops.floor import BOUND_TOLD, Rates, operands_of
 
 GENERIC = "torch"
 """Name of the side that composes an operation of torch's own."""
@@ -170,7 +170,7 @@ def _row(entry: Mapping[str, Any], header: Sequence[str], code_for: str | None) 
         "operation": _title(entry),
         "rows": f"{entry['rows']:,}",
         "floor": format_us(entry["floor_s"]),
-        "by": entry["bound"][:5],
+        "by": BOUND_TOLD[entry["bound"]],
     }
     if ours is not None:
         side = sides[ours]

@@ -15,7 +15,7 @@ from metainfer.bench.record import provenance, table
 from metainfer.core.units import format_count, format_seconds
 from metainfer.llm.engine import LoadedModel
 from metainfer.ops.catalogue import OPS
-from metainfer.ops.floor import Rates, operands_of
+from metainfer.ops.floor import BOUND_TOLD, Rates, operands_of
 
 _SHOWN = 0.002
 """Operations below this share of a step are added up in the table."""
@@ -108,7 +108,7 @@ def _table(step: Mapping[str, Any]) -> str:
             f"{op['seconds'] / whole_s:.1%}",
             format_us(op["floor_s"]),
             f"{op['floor_s'] / max(op['seconds'], 1e-12):.0%}",
-            op["bound"][:5],
+            BOUND_TOLD[op["bound"]],
             op["backend"],
         ]
         for op in shown

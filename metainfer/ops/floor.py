@@ -8,6 +8,9 @@ from typing import Any
 
 from metainfer.ops.base import Cost
 
+BOUND_TOLD = {"bytes": "bytes", "operations": "math", "launch": "launch"}
+"""What sets a floor, as tables say it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rates:

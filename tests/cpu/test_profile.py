@@ -82,6 +82,7 @@ def test_the_record_tells_floors_and_is_drawn(run: tuple[LoadedModel, list[Profi
         assert all(op["floor_s"] >= op["calls"] * 1e-7 for op in step["ops"])
         assert all(op["low_s"] <= op["seconds"] <= op["high_s"] for op in step["ops"])
     text = text_report(made)
+    assert "math" in text and "opera " not in text  # what sets a floor is a whole word
     assert "decode, 3 rows, 141 tokens; times in us" in text
     assert "the step as the host sees it" in text
     ids = {element.get("id", "") for element in ET.fromstring(draw_profile(made)).iter()}
