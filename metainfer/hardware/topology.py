@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from itertools import combinations
 
 from metainfer.hardware.facts import Unknown, plain
 from metainfer.hardware.machine import Gpu, Machine
@@ -116,40 +113,6 @@ def p2p_everywhere(machine: Machine) -> bool | Unknown:
         return False
     unknown = [peer.p2p for peer in machine.peers if isinstance(peer.p2p, Unknown)]
     return unknown[0] if unknown else True
-
-
-def slowest_way(machine: Machine, gpus: Sequence[int]) -> float | Unknown:
-    """Bytes per second, one direction, that the narrowest link gives each of `gpus` when all send
-    to one another at once: shared links are divided by those that share them."""
-    if isinstance(machine.gpus, Unknown):
-        return machine.gpus
-    users: Counter[str] = Counter()
-    rates: dict[str, float] = {}
-    for source, target in combinations(gpus, 2):
-        between = way(machine, source, target)
-        if isinstance(between, Unknown):
-            return between
-        users.update(name for name in between.links if not name.startswith("gpu "))
-    for place in gpus:
-        chain = above(machine, machine.gpus[place])
-        if isinstance(chain, Unknown):
-            return chain
-        owners = [(f"gpu {place}", machine.gpus[place].link)]
-        owners += [(b.name, b.link) for b in chain if users[b.name] and not _is_root(b)]
-        for name, link in owners:
-            rate = link if isinstance(link, Unknown) else link.bytes_per_s()
-            if isinstance(rate, Unknown):
-                return rate
-            rates[name] = rate
-    below = shared_uplinks(machine)
-    if isinstance(below, Unknown):
-        return below
-    sharers = {name: len([p for p in below.get(name, ()) if p in gpus]) or 1 for name in rates}
-    return min(rate / sharers[name] for name, rate in rates.items())
-
-
-def _is_root(bridge: Bridge) -> bool:
-    return bridge.parent is None
 
 
 def fingerprint(machine: Machine) -> str:

@@ -13,7 +13,6 @@ from metainfer.plan.layouts import RELEASED
 from metainfer.plan.search import Candidate, Result
 
 METAINFER = "metainfer"
-ENGINES = (METAINFER, VLLM, SGLANG)
 
 _CHANNELS = 8
 
@@ -32,7 +31,7 @@ class Emitted:
 
     def text(self) -> str:
         notes = [f"# not expressed: {sentence}" for sentence in self.lost]
-        return "\n".join([*self.commands, *notes])
+        return "\n".join([*notes, *self.commands])
 
 
 def emit(result: Result, engine: str, model: str) -> Emitted:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from metainfer.core.units import format_bytes, format_seconds
 from metainfer.hardware.facts import Unknown
 from metainfer.plan.cost.phases import Step
+from metainfer.plan.rank_lines import RankLedger, ledger_text
 from metainfer.plan.search import Candidate, Result
 
 WIDTH = 100
@@ -89,14 +90,10 @@ def _wire(result: Result) -> str:
 
 
 def _memory(best: Candidate) -> list[str]:
-    """The largest lines of the fullest GPU."""
-    lines = sorted(getattr(best.ledger, "lines", ()), key=lambda line: -line.bytes)
-    if not lines:
+    """The ledger of the fullest GPU, line by line."""
+    if not isinstance(best.ledger, RankLedger):
         return []
-    told = ", ".join(f"{line.name} {format_bytes(line.bytes)}" for line in lines[:_SHOWN])
-    rest = sum(line.bytes for line in lines[_SHOWN:])
-    text = f"On the fullest GPU: {told}, all else {format_bytes(rest)}."
-    return [*textwrap.wrap(text, WIDTH), ""]
+    return ["Memory of the fullest GPU:", *ledger_text(best.ledger), ""]
 
 
 def _rates(result: Result, best: Candidate) -> list[str]:

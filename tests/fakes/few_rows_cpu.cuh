@@ -55,8 +55,6 @@ static float number_of(uint32 bits, int exponent, int mantissa) {
   return bits >> (exponent + mantissa) & 1 ? -size : size;
 }
 
-static void wait_for_rows() {}
-static void let_next_begin() {}
 static uint64 soon_dropped() { return 0; }
 static uint4 load_once(const uint8* from, uint64) { return *(const uint4*)from; }
 

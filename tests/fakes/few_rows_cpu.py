@@ -37,7 +37,6 @@ class CpuLauncher:
         grid: tuple[int, ...],
         *arguments: Any,
         shared_bytes: int,
-        early: bool = False,
         **constants: int,
     ) -> None:
         assert kernel.entry == "few_rows"

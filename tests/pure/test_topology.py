@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from metainfer.hardware.facts import Unknown
 from metainfer.hardware.machine import Clocks, Gpu
 from metainfer.hardware.pcie import Bridge, Peer
@@ -14,7 +12,6 @@ from metainfer.hardware.topology import (
     islands,
     p2p_everywhere,
     shared_uplinks,
-    slowest_way,
     way,
 )
 from tests.fakes.machines import GEN5, GIB, make_machine, two_sockets
@@ -31,20 +28,15 @@ def test_ways_have_the_kinds_that_the_driver_s_tool_tells():
     )  # fmt: skip
 
 
-def test_links_that_cards_share_divide_what_they_get():
+def test_links_that_cards_share_and_islands():
     machine = two_sockets()
     assert shared_uplinks(machine) == {"switch a": (0, 1), "switch b": (2, 3)}
-    one = GEN5.bytes_per_s()
-    assert slowest_way(machine, (0, 1)) == pytest.approx(one)
-    assert slowest_way(machine, (0, 1, 2, 3)) == pytest.approx(one / 2)
-    assert slowest_way(machine, (0, 2, 4)) == pytest.approx(one)
     assert islands(machine) == ((0, 1, 2, 3), (4,))
 
 
 def test_what_is_not_known_stays_so():
     machine = make_machine(gpus=(CARD, CARD))
     assert isinstance(way(machine, 0, 1), Unknown) and isinstance(islands(machine), Unknown)
-    assert isinstance(slowest_way(machine, (0, 1)), Unknown)
     assert isinstance(way(make_machine(), 0, 1), Unknown)
     circle = replace(two_sockets(), bridges=(Bridge("switch a", "switch", "switch a"),))
     assert isinstance(way(circle, 0, 1), Unknown)

@@ -1,5 +1,5 @@
 // What few_rows.cu needs and CUDA C++ has no words for, by FORM of what is multiplied.
-// (PTX ISA: "mma", "cvt", "griddepcontrol", "Cache eviction priority hints".)
+// (PTX ISA: "mma", "cvt", "Cache eviction priority hints".)
 #ifndef FEW_ROWS_CUH
 #define FEW_ROWS_CUH
 
@@ -7,21 +7,6 @@ typedef unsigned char uint8;
 typedef unsigned int uint32;
 typedef unsigned long long uint64;
 typedef long long int64;
-
-// Where the launch let this kernel begin before the one ahead of it ended: waits until it has, and
-// all that it wrote is there. Every thread calls it, so that kernels end in their order.
-__device__ __forceinline__ void wait_for_rows() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-// The next kernel may begin what does not depend on this one.
-__device__ __forceinline__ void let_next_begin() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
 
 // Of memory that is read once: others' stays in the cache.
 __device__ __forceinline__ uint64 soon_dropped() {

@@ -42,7 +42,6 @@ _WARPS = 16  # of a multiprocessor: one block of as many or two of half
 _FOLDER = Path(__file__).parent
 KERNELS = {warps: CudaKernel("few_rows", 32 * warps, _FOLDER) for warps in (8, 16)}
 _HOPPER = Target("cuda", (9, 0))
-_BEGINS_EARLY = (9, 0)  # the first that lets a kernel begin before the one ahead has ended
 # Generations whose matrix units take e4m3 codes for so few rows; others would convert each again.
 _TAKES_CODES = ((8, 9), (12, 0))
 
@@ -59,13 +58,11 @@ class Arrangement:
     warps: of a block, 8 or 16.
     slices: warps that share the columns of a tile, a power of two.
     depth: units that a warp reads ahead.
-    early: whether the first units are read before the kernel ahead has ended.
     """
 
     warps: int
     slices: int
     depth: int
-    early: bool = False
 
 
 def arrangement(
@@ -144,7 +141,6 @@ def product(
         0 if x_scales is None else x_scales.stride(0),
         0 if weight.scales_BB is None else weight.scales_BB.stride(0),
         shared_bytes=made.warps * 8 * times_8 * _PADDED * 4,
-        early=made.early and launch.capability >= _BEGINS_EARLY,
         FORM=form_of(launch, numbers),
         NT=times_8,
         WARPS=made.warps,

@@ -13,27 +13,8 @@ _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _SHARED_WITHOUT_ASKING = 48 * 1024
 _ERROR_LOG, _ERROR_LOG_BYTES = 5, 6  # CU_JIT_ERROR_LOG_BUFFER, CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES
 _LOG_BYTES = 8192
-_PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 # A library that others share: types are given by value at each call, never set on its functions.
 _pointer = ctypes.c_void_p
-
-
-class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute: its value is a union of 64 bytes, 8 behind the number of the attribute."""
-
-    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int * 16))
-
-
-class _Launch(ctypes.Structure):
-    """CUlaunchConfig: sizes of the grid and of a block, then the rest."""
-
-    _fields_ = (
-        ("sizes", ctypes.c_uint * 6),
-        ("shared_bytes", ctypes.c_uint),
-        ("stream", _pointer),
-        ("attributes", ctypes.POINTER(_Attribute)),
-        ("count", ctypes.c_uint),
-    )
 
 
 class Driver:
@@ -99,27 +80,13 @@ class Driver:
         shared_bytes: int,
         stream: int,
         values: Sequence[Any],
-        *,
-        early: bool = False,
     ) -> None:
-        """Start `function` on `stream`; the driver copies the C numbers in `values` at once.
-
-        Args:
-            early: it may begin before the kernel ahead of it has ended.
-        """
+        """Start `function` on `stream`; the driver copies the C numbers in `values` at once."""
         places = (_pointer * len(values))(*(ctypes.addressof(value) for value in values))
-        about = f" of {threads} threads over {tuple(grid)} blocks"
-        if not early:
-            code = self._cuda.cuLaunchKernel(
-                _pointer(function), *grid, threads, 1, 1, shared_bytes, _pointer(stream), places,
-                None,
-            )  # fmt: skip
-            return self._check("cuLaunchKernel", code, about)
-        attribute = _Attribute(id=_PROGRAMMATIC_SERIALIZATION, value=(1,))
-        sizes = (*grid, threads, 1, 1)
-        how = _Launch(sizes, shared_bytes, stream, ctypes.pointer(attribute), 1)
-        code = self._cuda.cuLaunchKernelEx(ctypes.byref(how), _pointer(function), places, None)
-        return self._check("cuLaunchKernelEx", code, about)
+        code = self._cuda.cuLaunchKernel(
+            _pointer(function), *grid, threads, 1, 1, shared_bytes, _pointer(stream), places, None
+        )
+        self._check("cuLaunchKernel", code, f" of {threads} threads over {tuple(grid)} blocks")
 
     def _check(self, call: str, code: int, about: str = "") -> None:
         if code:

@@ -38,9 +38,7 @@ class Programs:
         self._kind = PTX if portable else CUBIN
         self._functions: dict[tuple[int, CudaUnit], int] = {}
 
-    def start(
-        self, unit: CudaUnit, grid: Sequence[int], arguments: Sequence[Any], *, early: bool = False
-    ) -> None:
+    def start(self, unit: CudaUnit, grid: Sequence[int], arguments: Sequence[Any]) -> None:
         """As `Launcher.cuda` describes the arguments."""
         if self._driver is None:
             self._driver = Driver()
@@ -60,7 +58,6 @@ class Programs:
             unit.shared_bytes,
             stream.cuda_stream,
             [_packed(argument) for argument in arguments],
-            early=early,
         )
 
 

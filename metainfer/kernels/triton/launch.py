@@ -78,7 +78,6 @@ class Launcher(Protocol):
         grid: Grid,
         *arguments: Any,
         shared_bytes: int,
-        early: bool = False,
         **constants: int,
     ) -> None:
         """Start a kernel in CUDA C++ over `grid`; nothing happens where the grid is empty.
@@ -87,8 +86,6 @@ class Launcher(Protocol):
             arguments: tensors and None (pointers), integers (of 64 bits) and floats (of 32), in
                 the order of the function's parameters.
             shared_bytes: dynamic shared memory of a block.
-            early: it may begin before the kernel ahead of it has ended, for which it waits by
-                itself (griddepcontrol; from sm_90 on).
             constants: macros of the source.
         """
 
@@ -143,12 +140,11 @@ class JitLauncher:
         grid: Grid,
         *arguments: Any,
         shared_bytes: int,
-        early: bool = False,
         **constants: int,
     ) -> None:
         if 0 not in grid:
             unit = unit_of(kernel, shared_bytes, constants)
-            self._programs.start(unit, grid, arguments, early=early)
+            self._programs.start(unit, grid, arguments)
 
 
 def facts_of(kernel: Any, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, str]:

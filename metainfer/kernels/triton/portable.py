@@ -124,7 +124,6 @@ class PtxLauncher:
         grid: Grid,
         *arguments: Any,
         shared_bytes: int,
-        early: bool = False,
         **constants: int,
     ) -> None:
         if 0 not in grid:

@@ -156,7 +156,6 @@ class RecordingLauncher:
         grid: Grid,
         *arguments: Any,
         shared_bytes: int,
-        early: bool = False,
         **constants: int,
     ) -> None:
         if 0 not in grid:

@@ -66,7 +66,7 @@ def predict(phases: Phases, layouts: Layouts, formats: Formats, workload: Worklo
         wait_s = prompt_s * used / (2.0 * (1.0 - used))
     return Prediction(
         input_per_s=layout.replicas / per_token_s,
-        ttft_s=alone_s + step_s + wait_s,
+        ttft_s=alone_s + wait_s,
         tpot_s=step_s,
         output_per_s=min(workload.requests_at_once, batch * layouts.decode.replicas) / step_s,
         requests_per_s=busy / request_s,
