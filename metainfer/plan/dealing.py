@@ -59,9 +59,8 @@ class Deal:
         for owner, run in self.blocks(first, stop):
             if owner != rank:
                 continue
-            if runs and runs[-1].stop == run.first:
-                run = Run(runs.pop().first, run.stop)
-            runs.append(run)
+            touches = runs and runs[-1].stop == run.first
+            runs.append(Run(runs.pop().first, run.stop) if touches else run)
         return tuple(runs)
 
     def counts(self, first: int, stop: int) -> tuple[int, ...]:

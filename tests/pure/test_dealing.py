@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -45,7 +47,7 @@ def test_runs_of_a_rank_do_not_touch(deal, chunk):
     for rank in range(deal.ranks):
         runs = deal.runs(*chunk, rank)
         assert all(run.first < run.stop for run in runs)
-        assert all(a.stop < b.first for a, b in zip(runs, runs[1:], strict=False))
+        assert all(a.stop < b.first for a, b in pairwise(runs))
 
 
 def test_two_ranks():
