@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+KEPT_KEYS = "index_fp8"
+"""How coded index keys are kept where no flag and no record says otherwise, by engine and plan: a
+byte a channel, as other engines keep them; fewer bits are for models that were judged."""
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
@@ -58,7 +62,7 @@ class IndexerShape:
     key_norm: "rms" or "layer", the norm of index keys.
     compresses_keys: index keys have a compressor of their own; otherwise they are projected.
     hadamard: queries and keys are rotated by the Hadamard matrix before they are rounded.
-    key_formats: how index keys and queries are kept, the released format first.
+    key_formats: how index keys and queries can be kept, `KEPT_KEYS` first.
     candidate_blocks, candidate_block: as of `ops.index.IndexCase`.
     """
 

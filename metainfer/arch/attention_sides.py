@@ -11,7 +11,13 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, TypeGuard
 
-from metainfer.arch.attention import AttentionLayer, AttentionSide, HyperStreams, IndexerShape
+from metainfer.arch.attention import (
+    KEPT_KEYS,
+    AttentionLayer,
+    AttentionSide,
+    HyperStreams,
+    IndexerShape,
+)
 from metainfer.arch.config_fields import ConfigFields
 from metainfer.arch.record import Arch, LayerKind
 
@@ -64,7 +70,7 @@ def of_v4(arch: Arch) -> AttentionSide:
             key_norm="rms",
             compresses_keys=True,
             hadamard=True,
-            key_formats=("index_fp4", "index_fp8", "dense"),
+            key_formats=(KEPT_KEYS, "index_fp4", "dense"),
         ),
         window_format="v4_fp8",
         entry_format="v4_fp8",
@@ -119,7 +125,7 @@ def _v41(config: Mapping[str, Any], name: str) -> AttentionSide:
             key_norm="rms",
             compresses_keys=False,
             hadamard=False,
-            key_formats=("index_fp4", "index_fp8"),
+            key_formats=(KEPT_KEYS, "index_fp4"),
             candidate_blocks=fields.integer("candidate_topk_blocks"),
             candidate_block=fields.integer("candidate_block_size"),
         ),
@@ -203,7 +209,7 @@ def _mla(config: Mapping[str, Any], name: str, family: str) -> AttentionSide:
             key_norm="layer",
             compresses_keys=False,
             hadamard=True,
-            key_formats=("index_fp8", "dense"),
+            key_formats=(KEPT_KEYS, "dense"),
         ),
         window_format="",
         entry_format="mla_fp8",

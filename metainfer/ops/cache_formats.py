@@ -5,8 +5,11 @@ A plan and its flags say "fp8"; which bytes that is depends on the model (`ops/f
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
+from metainfer.arch.attention import KEPT_KEYS
 from metainfer.arch.cache_kinds import CacheKind, Kind
 from metainfer.arch.record import Arch, LayerKind
 from metainfer.core.errors import UserError
@@ -18,6 +21,10 @@ PLAIN = ("float32", "bfloat16")
 """Caches of plain numbers."""
 LATENT_DTYPES = (*PLAIN, "fp8")
 INDEX_DTYPES = (*PLAIN, "fp8", "fp4")
+INDEX_WORDS: Mapping[str, str] = MappingProxyType({"index_fp8": "fp8", "index_fp4": "fp4"})
+"""Of coded index keys, what a plan and its flags say."""
+CODED_KEYS = INDEX_WORDS[KEPT_KEYS]
+"""Of index keys beside coded latents, where nothing says otherwise."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ where `bench quality` found that this model does not mind.
 
 from __future__ import annotations
 
-from metainfer.ops.cache_formats import PLAIN
+from metainfer.ops.cache_formats import CODED_KEYS, PLAIN
 from metainfer.ops.kernel_order import COMPOSED
 from metainfer.plan.plan import Origin, Value
 from metainfer.plan.proof import CacheProof
@@ -27,7 +27,7 @@ def cache_dtypes(
         return kept, Value(proof.index_keys, Origin.MEASURED, proof.reason)
     if kept.value in PLAIN:
         return kept, Value(kept.value, Origin.DEFAULT, "index keys are kept as latents are")
-    return kept, Value("fp8", Origin.DEFAULT, "index keys are coded where latents are")
+    return kept, Value(CODED_KEYS, Origin.DEFAULT, "index keys are coded where latents are")
 
 
 def _latents(settings: EngineSettings, compute_dtype: str, proof: CacheProof | None) -> Value[str]:

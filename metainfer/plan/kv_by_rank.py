@@ -15,12 +15,12 @@ from metainfer.arch.cache_kinds import CacheKind, Kind, Scope, blocks_for
 from metainfer.arch.shapes import ModelShape
 from metainfer.arch.side_caches import draft_kinds, kinds_of, sources_of
 from metainfer.core.errors import UserError
-from metainfer.ops.cache_formats import CacheFormats
+from metainfer.ops.cache_formats import INDEX_WORDS, CacheFormats
 from metainfer.ops.formats import FORMATS, INDEX_FORMATS
 from metainfer.plan.layouts import RELEASED, Formats
 
 _PLAIN = {"bf16": "bfloat16", "bfloat16": "bfloat16", "float32": "float32"}
-_INDEX = {"fp8": "index_fp8", "fp4": "index_fp4"}
+_INDEX = {word: name for name, word in INDEX_WORDS.items()}
 _FP8_ENTRIES = {"v41_fp4": "v41_fp8"}
 """Rows in e4m3 of models whose own entries have fewer bits."""
 

@@ -207,7 +207,7 @@ def test_rings_and_stages_of_v41() -> None:
     # Layers from 20 on read the entries of layer 20, those of a stage before have copies.
     assert sources_of(V41.side, range(30, 40)) == {20, *range(30, 40)}
     late = stage_caches(V41, Formats(), 0, range(30, 40))
-    assert late.block_bytes == {"entries": 128 * 288, "index keys": 128 * 68}
+    assert late.block_bytes == {"entries": 128 * 288, "index keys": 128 * 132}
 
 
 def test_drafting_layers_of_glm_keep_entries_and_are_loaded_once() -> None:
