@@ -124,7 +124,7 @@ class _Subject:
 
 def run(terminal: Terminal, options: TuneOptions) -> int:
     from metainfer.bench.record import check_place, provenance, write_json
-    from metainfer.comm.group import Group
+    from metainfer.comm.group import Solo
     from metainfer.hardware.probe import probe
     from metainfer.kernels import tune_record
     from metainfer.kernels.platform import platform
@@ -164,7 +164,7 @@ def run(terminal: Terminal, options: TuneOptions) -> int:
     terminal.say(f"{format_count(len(works))} operations on {on.name} as {on.target}")
     with terminal.progress("tuned", "steps") as progress:
         try:
-            left = tune(place, works, Group(), kept, progress.update, options.budget_s)
+            left = tune(place, works, Solo(), kept, progress.update, options.budget_s)
         except KeyboardInterrupt:
             where = "is kept" if not unkept else f"is lost: {next(iter(unkept))}"
             terminal.say(f"interrupted; what was found of {len(found)} operations {where}")

@@ -16,9 +16,10 @@ from typing import Any, Protocol
 import torch
 
 from metainfer.comm import payload
+from metainfer.comm.group import Stalled
 from metainfer.comm.measure_collectives import Collectives
 from metainfer.comm.measure_trials import Flow, Trial
-from metainfer.comm.shared_memory import Counters, Meeting, SharedMemory, Stalled, counter_bytes
+from metainfer.comm.shared_memory import Counters, Meeting, SharedMemory, counter_bytes
 from metainfer.hardware.curves import FROM_HOST, LOAD, NCCL, STAGED, STORE, TO_HOST
 
 SEND, RECEIVE, HOST = "send", "receive", "host"

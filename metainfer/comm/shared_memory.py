@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing import reduction
 from typing import Any
 
-from metainfer.core.errors import MetainferError
+from metainfer.comm.group import Stalled
 
 _WORD = 8  # bytes of a counter, which is read and written whole
 
@@ -44,10 +44,6 @@ def _joined(duplicate: Any, size: int) -> SharedMemory:
     memory.view = mmap.mmap(memory._file, size)
     memory.size = size
     return memory
-
-
-class Stalled(MetainferError):
-    """Somebody did not come in time; the message says who."""
 
 
 class Counters:

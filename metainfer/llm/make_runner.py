@@ -8,7 +8,7 @@ import torch
 
 from metainfer.arch.cache_kinds import blocks_for
 from metainfer.arch.record import Arch
-from metainfer.comm.group import Group
+from metainfer.comm.group import Solo
 from metainfer.core.units import format_bytes
 from metainfer.kernels.registry import Kernel, Registry
 from metainfer.llm.graphs import CudaGraphs
@@ -48,7 +48,7 @@ def make_runner(
         registry=registry,
         target=target,
         kernel_order=plan.kernel_order.value,
-        group=Group(),
+        group=Solo(),
         device=device,
         compute_dtype=getattr(torch, plan.compute_dtype.value),
         activations=plan.activations.value,

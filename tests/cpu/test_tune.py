@@ -15,7 +15,7 @@ import torch
 
 from metainfer.cli.serve import say_kernels
 from metainfer.cli.terminal import Terminal
-from metainfer.comm.group import Group
+from metainfer.comm.group import Solo
 from metainfer.hardware.probe import probe
 from metainfer.kernels import tune, tune_record, tune_run, verify_record
 from metainfer.kernels.builtin import builtin_registry
@@ -219,8 +219,8 @@ def test_several_ranks_agree_once_at_the_end(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_group_of_one_rank_talks_to_itself() -> None:
-    assert Group().gather(3) == [3]
-    assert Group().broadcast("x") == "x"
+    assert Solo().gather(3) == [3]
+    assert Solo().broadcast("x") == "x"
 
 
 # ---- the verb ----

@@ -9,7 +9,7 @@ import torch
 
 from metainfer.arch.cache_kinds import BLOCK_TOKENS, blocks_for
 from metainfer.arch.families import read_arch
-from metainfer.comm.group import Group
+from metainfer.comm.group import Solo
 from metainfer.hardware.probe import probe
 from metainfer.kernels.builtin import builtin_registry
 from metainfer.llm.batch import BatchBuilder
@@ -63,7 +63,7 @@ def load_pebble(target: Target, **flags: object) -> Loaded:
             registry=registry,
             target=target,
             kernel_order=plan.kernel_order.value,
-            group=Group(),
+            group=Solo(),
             device=device,
             compute_dtype=getattr(torch, plan.compute_dtype.value),
             activations=plan.activations.value,

@@ -13,7 +13,7 @@ import torch
 
 from metainfer.arch.cache_kinds import BLOCK_TOKENS, Kind, Scope, cache_kinds
 from metainfer.arch.record import Arch
-from metainfer.comm.group import Group
+from metainfer.comm.group import Solo
 from metainfer.kernels.builtin import builtin_registry
 from metainfer.kernels.registry import Registry
 from metainfer.models.deepseek_v4 import DeepseekV4
@@ -50,7 +50,7 @@ def load_model(
             registry=registry or builtin_registry(),
             target=Target("cpu"),
             kernel_order=kernel_order,
-            group=Group(),
+            group=Solo(),
             device=CPU,
             compute_dtype=compute_dtype,
             stream_dtype=stream_dtype,
