@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from metainfer.kernels.triton.launch import Launcher
+from metainfer.kernels.triton.launch import Launcher, cdiv
 
 _BLOCK_WORDS = 4096
 _WARPS = 8
@@ -52,7 +52,7 @@ def start_move(
     """
     words = size // 4
     most = max(1, _PROGRAMS_PER_MULTIPROCESSOR * launch.multiprocessors // at_same_time)
-    grid = (min(triton.cdiv(words, _BLOCK_WORDS), most),)
+    grid = (min(cdiv(words, _BLOCK_WORDS), most),)
     launch(
         move_words,
         grid,

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 
 from metainfer.kernels.gpu.program import CudaKernel, compiler
 from metainfer.kernels.reference.dtypes import TORCH_DTYPES
@@ -26,7 +25,7 @@ from metainfer.kernels.torch_products.scaled import Scaled
 from metainfer.kernels.triton import linear
 from metainfer.kernels.triton.backend import NAME as TRITON
 from metainfer.kernels.triton.backend import Declared, on_gpu
-from metainfer.kernels.triton.launch import Launcher, has_fp8
+from metainfer.kernels.triton.launch import Launcher, cdiv, has_fp8
 from metainfer.kernels.triton.product import Sizes, Weight
 from metainfer.ops.base import Target
 from metainfer.ops.linear import DenseCase, Fp8RowsCase, GroupedCase, GroupedFp8RowsCase
@@ -82,10 +81,10 @@ def arrangement(
 
 
 def _cycles(one: Arrangement, groups: int, tiles: int, units: int, processors: int) -> float:
-    blocks = groups * triton.cdiv(tiles, one.warps // one.slices)
-    waves = triton.cdiv(blocks, processors * (_WARPS // one.warps))
-    most = triton.cdiv(blocks, processors) * (one.warps // one.slices) * units
-    rounds = triton.cdiv(triton.cdiv(units, one.slices), one.depth)
+    blocks = groups * cdiv(tiles, one.warps // one.slices)
+    waves = cdiv(blocks, processors * (_WARPS // one.warps))
+    most = cdiv(blocks, processors) * (one.warps // one.slices) * units
+    rounds = cdiv(cdiv(units, one.slices), one.depth)
     reading = max(groups * tiles * units / processors * _UNIT_CYCLES, most * _QUICKEST)
     waiting = waves * rounds * _LATENCY
     # Who waits less has more on its way, even where reading takes longer.
@@ -127,7 +126,7 @@ def product(
     )
     launch.cuda(
         KERNELS[made.warps],
-        (triton.cdiv(tiles, made.warps // made.slices) if rows else 0, sizes.groups, 1),
+        (cdiv(tiles, made.warps // made.slices) if rows else 0, sizes.groups, 1),
         x,
         x_scales,
         numbers,

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 
 from metainfer.kernels.reference.dtypes import TORCH_DTYPES
 from metainfer.kernels.triton.attention_merge import merge_into
@@ -28,7 +27,7 @@ from metainfer.kernels.triton.decode_mma import decode_mma
 from metainfer.kernels.triton.decode_plain import decode_plain
 from metainfer.kernels.triton.decode_wgmma import decode_wgmma
 from metainfer.kernels.triton.key_rows import format_constants
-from metainfer.kernels.triton.launch import Launcher, shared_limit
+from metainfer.kernels.triton.launch import Launcher, cdiv, next_power_of_2, shared_limit
 from metainfer.kernels.triton.prefill_plain import plain_tile, serves
 from metainfer.ops.attention import DENSE, AttentionCase
 
@@ -109,9 +108,9 @@ def run(
         tile = Tile("plain", *plain_tile(case, 16, ring, entries), 4)
     window_columns = 0 if window_rows_TW is None else window_rows_TW.shape[1]
     entry_columns = 0 if entry_rows_TK is None else entry_rows_TK.shape[1]
-    blocks = triton.cdiv(case.heads, tile.heads)
+    blocks = cdiv(case.heads, tile.heads)
     if splits is None:
-        tiles = triton.cdiv(window_columns, tile.keys) + triton.cdiv(entry_columns, tile.keys)
+        tiles = cdiv(window_columns, tile.keys) + cdiv(entry_columns, tile.keys)
         places = launch.multiprocessors * tile.resident
         splits = splits_of(rows * blocks, tiles, tile.keys, places)
     out_THD = q_THK.new_empty(rows, case.heads, case.width)
@@ -172,8 +171,8 @@ def run(
             constants["maxnreg"] = tile.registers
     elif tile.kernel == "plain":
         constants.update(
-            BD=max(16, triton.next_power_of_2(case.width)),
-            BX=max(16, triton.next_power_of_2(case.rope_extra)),
+            BD=max(16, next_power_of_2(case.width)),
+            BX=max(16, next_power_of_2(case.rope_extra)),
             UPCAST=launch.interpreted,
             **_format_constants(launch, case),
         )

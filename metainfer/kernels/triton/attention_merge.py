@@ -8,7 +8,7 @@ import triton.language as tl
 
 from metainfer.kernels.reference.dtypes import TORCH_DTYPES
 from metainfer.kernels.triton.backend import Declared
-from metainfer.kernels.triton.launch import Launcher
+from metainfer.kernels.triton.launch import Launcher, cdiv, next_power_of_2
 from metainfer.ops.attention import MergeCase
 
 
@@ -62,10 +62,10 @@ def merge_into(
     """The shards' results merged into out_THD and, where it is wanted, lse_TH."""
     shards, rows, heads, width = out_STHD.shape
     # Few programs of many shards are slow: each takes a part of the channels.
-    channels = min(128, triton.next_power_of_2(width))
+    channels = min(128, next_power_of_2(width))
     launch(
         merge_shards,
-        (rows * heads, triton.cdiv(width, channels)),
+        (rows * heads, cdiv(width, channels)),
         out_STHD,
         lse_STH,
         out_THD,

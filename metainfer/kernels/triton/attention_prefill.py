@@ -15,12 +15,11 @@ from functools import cache
 from typing import Any
 
 import torch
-import triton
 
 from metainfer.core.units import format_bytes
 from metainfer.kernels.triton.backend import Declared
 from metainfer.kernels.triton.key_rows import format_constants
-from metainfer.kernels.triton.launch import Launcher, shared_limit
+from metainfer.kernels.triton.launch import Launcher, cdiv, next_power_of_2, shared_limit
 from metainfer.kernels.triton.prefill_entries import MOST_DECODED_BYTES, Entries, readable
 from metainfer.kernels.triton.prefill_pairs import list_rows, prefill_pairs
 from metainfer.kernels.triton.prefill_plain import plain_tile, prefill_plain, serves
@@ -130,7 +129,7 @@ def _pairs(
         stride = listed.stride(0)
     launch(
         prefill_pairs,
-        (len(q_THK) * triton.cdiv(case.heads, tile.heads),),
+        (len(q_THK) * cdiv(case.heads, tile.heads),),
         *rows,
         sink_H,
         read.rows,
@@ -164,10 +163,10 @@ def _listed_rows(
     """int32 [T, K], the rows that selected entries are read from, -1 where there is none."""
     rows_TK = torch.empty(selected_TK.shape, dtype=torch.int32, device=selected_TK.device)
     listed = selected_TK.shape[1]
-    block = min(512, triton.next_power_of_2(max(1, listed)))
+    block = min(512, next_power_of_2(max(1, listed)))
     launch(
         list_rows,
-        (len(rows_TK), triton.cdiv(listed, block)),
+        (len(rows_TK), cdiv(listed, block)),
         selected_TK,
         read.table,
         positions_T,
@@ -201,7 +200,7 @@ def _plain(
     selects = read.rows is not None and selected_TK is not None
     launch(
         prefill_plain,
-        (len(q_THK) * triton.cdiv(case.heads, tile.heads),),
+        (len(q_THK) * cdiv(case.heads, tile.heads),),
         *rows,
         sink_H,
         read.rows,
@@ -220,8 +219,8 @@ def _plain(
         **_constants(launch, case, tile, read, rows, sink_H, sequence_T),
         SELECTED=selects,
         TABLE=read.table is not None,
-        BD=max(16, triton.next_power_of_2(case.width)),
-        BX=max(16, triton.next_power_of_2(case.rope_extra)),
+        BD=max(16, next_power_of_2(case.width)),
+        BX=max(16, next_power_of_2(case.rope_extra)),
         **format_constants(launch, read.coded, case.width),
         num_warps=tile.warps,
     )

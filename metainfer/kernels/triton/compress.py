@@ -11,7 +11,7 @@ import triton.language as tl
 
 from metainfer.kernels.reference.dtypes import TORCH_DTYPES
 from metainfer.kernels.triton.backend import Declared
-from metainfer.kernels.triton.launch import Launcher
+from metainfer.kernels.triton.launch import Launcher, cdiv, next_power_of_2
 from metainfer.kernels.triton.rows import rounded, turned
 from metainfer.ops.compress import CompressCase
 
@@ -30,8 +30,8 @@ class Tile(NamedTuple):
 
 def tile_of(case: CompressCase, entries: int, multiprocessors: int) -> Tile:
     """One way where entries are many, one where they are few."""
-    width = triton.next_power_of_2(case.width)
-    span = triton.next_power_of_2(case.span)
+    width = next_power_of_2(case.width)
+    span = next_power_of_2(case.span)
     tokens = min(span, max(1, (_TILE if span * width <= _TILE else _LONG_TILE) // width))
     each = max(1, _TILE // (tokens * width)) if tokens == span else 1
     if entries < each * 2 * multiprocessors:
@@ -205,7 +205,7 @@ def compress_step(
 ) -> torch.Tensor:
     rows = len(state_TW)
     entries_TD = state_TW.new_empty(rows, case.width, dtype=TORCH_DTYPES[case.dtype])
-    width, span = triton.next_power_of_2(case.width), triton.next_power_of_2(case.span)
+    width, span = next_power_of_2(case.width), next_power_of_2(case.span)
     tokens = min(span, max(1, _TILE // width))
     launch(
         take_in,
@@ -229,7 +229,7 @@ def compress_step(
         SPAN=case.span,
         OVERLAP=case.overlap,
         W=case.row_width,
-        BW=triton.next_power_of_2(case.row_width),
+        BW=next_power_of_2(case.row_width),
         D=case.width,
         ROPE=case.rope_width,
         S=tokens,
@@ -264,7 +264,7 @@ def _pool(
     tile = tile_of(case, entries, launch.multiprocessors)
     launch(
         pool_windows,
-        (triton.cdiv(entries, tile.entries),),
+        (cdiv(entries, tile.entries),),
         rows_NW,
         listed_ES,
         norm_weight_D,
@@ -282,7 +282,7 @@ def _pool(
         ROPE=case.rope_width,
         E=tile.entries,
         S=tile.tokens,
-        BD=triton.next_power_of_2(case.width),
+        BD=next_power_of_2(case.width),
         LISTED=listed_ES is not None,
     )
     return entries_ED

@@ -17,19 +17,18 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import triton
 
 from metainfer.kernels.reference.dtypes import TORCH_DTYPES
 from metainfer.kernels.registry import Verdict, no
 from metainfer.kernels.triton import hc_mix, hc_rows
 from metainfer.kernels.triton.backend import Declared, on_gpu
 from metainfer.kernels.triton.hc_rows import rows_of, warps_of
-from metainfer.kernels.triton.launch import Launcher
+from metainfer.kernels.triton.launch import Launcher, cdiv, next_power_of_2
 from metainfer.ops.base import Target
 from metainfer.ops.hc import HyperCase
 
-_FEW_ROWS = 64  # one tile, whose slices are one step each
-_SLICES = 128  # programs that share the first step of few rows
+FEW_ROWS = 64  # one tile, whose slices are one step each
+SLICES = 128  # programs that share the first step of few rows
 _FEWEST_SLICES = 16  # of many rows
 
 
@@ -69,12 +68,12 @@ def tiles_of(rows: int, channels: int, step: int, slices: int, streams: int = 1)
         step: channels of one step.
         streams: how many tiles of streams one step holds in shared memory.
     """
-    height = min(_FEW_ROWS, max(16, triton.next_power_of_2(rows)))
-    steps = triton.cdiv(channels, step)
-    tiles = triton.next_power_of_2(max(1, triton.cdiv(rows, height)))
+    height = min(FEW_ROWS, max(16, next_power_of_2(rows)))
+    steps = cdiv(channels, step)
+    tiles = next_power_of_2(max(1, cdiv(rows, height)))
     wanted = max(1, min(steps, max(_FEWEST_SLICES, slices // tiles)))
-    per_slice = triton.cdiv(steps, wanted)
-    splits = triton.cdiv(steps, per_slice)
+    per_slice = cdiv(steps, wanted)
+    splits = cdiv(steps, per_slice)
     even = splits * per_slice * step == channels
     stages = 1 if per_slice == 1 else 4 if streams == 1 else 3
     return Tiles(height, step, splits, per_slice * step, even, 4, stages)
@@ -114,7 +113,7 @@ def mix(
     tiles: Tiles | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`hc.mix`, and `hc.mix_norm` where the weights hold a norm's; `tiles` for experiments."""
-    u_TD, post_TS, comb_TSS = _results(case, streams_TSD)
+    u_TD, post_TS, comb_TSS = results_of(case, streams_TSD)
     _collapse(launch, case, weights, streams_TSD, u_TD, post_TS, comb_TSS, tiles)
     return u_TD, post_TS, comb_TSS
 
@@ -127,7 +126,7 @@ def head(
     return u_TD
 
 
-def _results(
+def results_of(
     case: HyperCase, streams_TSD: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Memory for u_TD, post_TS and comb_TSS."""
@@ -139,14 +138,14 @@ def _results(
     )
 
 
-def _step(case: HyperCase, most: int) -> int:
+def step_of(case: HyperCase, most: int) -> int:
     """Channels of one step of the product: so many bytes of a row."""
     return most // 2 if case.stream_dtype == "float32" else most
 
 
-def _columns(mixes: int, squares: int) -> int:
+def columns_of(mixes: int, squares: int) -> int:
     """Columns of partials."""
-    return max(16, triton.next_power_of_2(mixes + squares))
+    return max(16, next_power_of_2(mixes + squares))
 
 
 def _collapse(
@@ -160,31 +159,8 @@ def _collapse(
     tiles: Tiles | None = None,
 ) -> None:
     """u_TD, and post_TS and comb_TSS where they are wanted."""
-    rows, channels, mixes = len(streams_TSD), case.streams * case.width, len(weights.base_M)
-    step = _step(case, 128 if rows <= _FEW_ROWS else 64)
-    tiles = tiles or tiles_of(rows, channels, step, _SLICES)
-    columns = _columns(mixes, 1)
-    partials_TPN = streams_TSD.new_empty(rows, tiles.splits, columns, dtype=torch.float32)
-    launch(
-        hc_mix.mix_partials,
-        (triton.cdiv(rows, tiles.rows), tiles.splits),
-        streams_TSD,
-        weights.parts_PMK,
-        partials_TPN,
-        rows,
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
-        K=channels,
-        M=mixes,
-        SPLITS=tiles.splits,
-        KS=tiles.slice,
-        EVEN=tiles.even,
-        BM=tiles.rows,
-        BN=columns,
-        BK=tiles.channels,
-        PARTS=len(weights.parts_PMK),
-        UPCAST=launch.interpreted,
-    )
+    rows = len(streams_TSD)
+    partials_TPN = partials(launch, case, weights, streams_TSD, tiles)
     iterations = case.iterations if post_TS is not None else 0
     launch(
         hc_mix.mix_finish,
@@ -206,23 +182,59 @@ def _collapse(
         S=case.streams,
         D=case.width,
         BD=triton.next_power_of_2(case.width),
-        M=mixes,
-        SPLITS=tiles.splits,
-        BP=triton.next_power_of_2(tiles.splits),
-        BN=columns,
+        M=len(weights.base_M),
+        SPLITS=partials_TPN.shape[1],
+        BP=triton.next_power_of_2(partials_TPN.shape[1]),
+        BN=partials_TPN.shape[2],
         NORM=weights.norm_weight_D is not None,
     )
 
 
+def partials(
+    launch: Launcher,
+    case: HyperCase,
+    weights: Mixes,
+    streams_TSD: torch.Tensor,
+    tiles: Tiles | None = None,
+) -> torch.Tensor:
+    """The first step: fp32 [T, slices, columns], as `hc_mix` says."""
+    rows, channels, mixes = len(streams_TSD), case.streams * case.width, len(weights.base_M)
+    step = step_of(case, 128 if rows <= FEW_ROWS else 64)
+    tiles = tiles or tiles_of(rows, channels, step, SLICES)
+    columns = columns_of(mixes, 1)
+    partials_TPN = streams_TSD.new_empty(rows, tiles.splits, columns, dtype=torch.float32)
+    launch(
+        hc_mix.mix_partials,
+        (triton.cdiv(rows, tiles.rows), tiles.splits),
+        streams_TSD,
+        weights.parts_PMK,
+        partials_TPN,
+        rows,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+        K=channels,
+        M=mixes,
+        SPLITS=tiles.splits,
+        KS=tiles.slice,
+        EVEN=tiles.even,
+        BM=tiles.rows,
+        BN=columns,
+        BK=tiles.channels,
+        PARTS=len(weights.parts_PMK),
+        UPCAST=launch.interpreted,
+    )
+    return partials_TPN
+
+
 def _mixed_rows(rows: int) -> int:
     """Rows whose rounds one program does."""
-    return 1 if rows <= _FEW_ROWS else 16
+    return 1 if rows <= FEW_ROWS else 16
 
 
 def _finishing(case: HyperCase, rows: int, mixes: bool, collapses: bool) -> int:
     """Programs of the second step."""
-    mixing = triton.cdiv(rows, _mixed_rows(rows)) if mixes else 0
-    return mixing + (triton.cdiv(rows, rows_of(case)) if collapses else 0)
+    mixing = cdiv(rows, _mixed_rows(rows)) if mixes else 0
+    return mixing + (cdiv(rows, rows_of(case)) if collapses else 0)
 
 
 def mix_shifted(
@@ -235,14 +247,14 @@ def mix_shifted(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """`tiles` for experiments."""
     rows, mixes = len(streams_TSD), case.mixes
-    u_TD, post_TS, comb_TSS = _results(case, streams_TSD)
+    u_TD, post_TS, comb_TSS = results_of(case, streams_TSD)
     pre_TS = torch.empty_like(post_TS)
-    tiles = tiles or tiles_of(rows, case.width, _step(case, 32), _SLICES, case.streams)
-    columns = _columns(mixes, 2)
+    tiles = tiles or tiles_of(rows, case.width, step_of(case, 32), SLICES, case.streams)
+    columns = columns_of(mixes, 2)
     partials_TPN = streams_TSD.new_empty(rows, tiles.splits, columns, dtype=torch.float32)
     launch(
         hc_mix.shifted_partials,
-        (triton.cdiv(rows, tiles.rows), tiles.splits),
+        (cdiv(rows, tiles.rows), tiles.splits),
         streams_TSD,
         weights.parts_PMK,
         given_TS.contiguous(),
@@ -282,10 +294,10 @@ def mix_shifted(
         RC=rows_of(case),
         S=case.streams,
         D=case.width,
-        BD=triton.next_power_of_2(case.width),
+        BD=next_power_of_2(case.width),
         M=mixes,
         SPLITS=tiles.splits,
-        BP=triton.next_power_of_2(tiles.splits),
+        BP=next_power_of_2(tiles.splits),
         BN=columns,
         NORM=case.normed,
     )

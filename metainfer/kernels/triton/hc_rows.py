@@ -12,7 +12,7 @@ import triton.language as tl
 
 from metainfer.kernels.reference.dtypes import TORCH_DTYPES
 from metainfer.kernels.triton.hc_mix import normed_rows
-from metainfer.kernels.triton.launch import Launcher
+from metainfer.kernels.triton.launch import Launcher, cdiv, next_power_of_2
 from metainfer.ops.hc import HyperCase
 
 _CHANNELS = 1024  # of a row that one program expands
@@ -70,7 +70,7 @@ def collapse_given(
 
 def rows_of(case: HyperCase) -> int:
     """Rows that one program holds with all their streams."""
-    return max(1, 1024 // triton.next_power_of_2(case.width))
+    return max(1, 1024 // next_power_of_2(case.width))
 
 
 def warps_of(case: HyperCase) -> int:
@@ -91,10 +91,10 @@ def expand(
 ) -> torch.Tensor:
     """`channels` and `warps` of a program for experiments."""
     rows, height = len(streams_TSD), rows_of(case)
-    channels = min(channels, triton.next_power_of_2(case.width))
+    channels = min(channels, next_power_of_2(case.width))
     launch(
         expand_rows,
-        (triton.cdiv(rows, height), triton.cdiv(case.width, channels)),
+        (cdiv(rows, height), cdiv(case.width, channels)),
         streams_TSD,
         y_TD,
         more_TD,
@@ -127,7 +127,7 @@ def collapse(
     u_TD = streams_TSD.new_empty(rows, case.width, dtype=TORCH_DTYPES[case.dtype])
     launch(
         collapse_given,
-        (triton.cdiv(rows, height),),
+        (cdiv(rows, height),),
         streams_TSD,
         given_TS.contiguous(),
         norm_weight_D,
@@ -138,7 +138,7 @@ def collapse(
         R=height,
         S=case.streams,
         D=case.width,
-        BD=triton.next_power_of_2(case.width),
+        BD=next_power_of_2(case.width),
         NORM=case.normed,
     )
     return u_TD

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any, TypeAlias
 
 import torch
-import triton
 
 from metainfer.kernels.registry import Verdict, no
 from metainfer.kernels.triton.backend import Declared, on_gpu
@@ -29,7 +28,7 @@ from metainfer.kernels.triton.index_seen import (
     see_positions,
     take_all,
 )
-from metainfer.kernels.triton.launch import Launcher
+from metainfer.kernels.triton.launch import Launcher, cdiv, next_power_of_2
 from metainfer.kernels.triton.topk import LARGEST_K, best, padded_width, row_bytes
 from metainfer.ops.base import Target
 from metainfer.ops.index import IndexCase
@@ -72,7 +71,7 @@ def index_topk(
     seen_T = positions_T.new_empty(rows, dtype=torch.int32)
     launch(
         see_positions,
-        (triton.cdiv(rows, 256),),
+        (cdiv(rows, 256),),
         positions_T,
         seen_T,
         rows,
@@ -105,7 +104,7 @@ def rows_at_a_time(case: IndexCase, limit: int) -> int:
     """Rows whose scores of `limit` entries, with all that the choice needs, fit in SCORE_BYTES."""
     nbytes = row_bytes(limit, case.topk)
     if case.publishes:
-        nbytes += row_bytes(triton.cdiv(limit, case.candidate_block), case.candidate_blocks)
+        nbytes += row_bytes(cdiv(limit, case.candidate_block), case.candidate_blocks)
     rows = max(1, SCORE_BYTES // nbytes)
     return rows if rows < _ALIGNED_ROWS else rows // _ALIGNED_ROWS * _ALIGNED_ROWS
 
@@ -185,7 +184,7 @@ def _see_candidates(
         candidates_TB,
         seen_T,
         blocks,
-        WIDTH=triton.next_power_of_2(blocks),
+        WIDTH=next_power_of_2(blocks),
         SIZE=case.candidate_block,
     )
     return blocks * case.candidate_block
@@ -208,7 +207,7 @@ def _take_all(
         out_TK,
         0 if candidates_TB is None else candidates_TB.shape[1],
         K=most,
-        K_POWER=triton.next_power_of_2(most),
+        K_POWER=next_power_of_2(most),
         SIZE=case.candidate_block,
         PER=per,
     )
@@ -219,13 +218,13 @@ def _publish(
 ) -> None:
     """Writes the candidate blocks of rows that have been scored."""
     count, most = len(rows.seen_T), case.candidate_blocks
-    blocks = triton.cdiv(limit, case.candidate_block)
+    blocks = cdiv(limit, case.candidate_block)
     width = padded_width(blocks, most)
     best_TN = rows.scores_TW.new_empty(count, width)
     seen_blocks_T = torch.empty_like(rows.seen_T)
     launch(
         best_in_blocks,
-        (count, triton.cdiv(blocks, 256)),
+        (count, cdiv(blocks, 256)),
         rows.scores_TW,
         rows.seen_T,
         best_TN,

@@ -22,7 +22,7 @@ from metainfer.kernels.triton.codes import (
     e8m0_to_float,
     packed_pairs,
 )
-from metainfer.kernels.triton.launch import Launcher
+from metainfer.kernels.triton.launch import Launcher, cdiv
 from metainfer.kernels.triton.rows import angles, prepared, refused_halves
 from metainfer.ops.base import Target
 from metainfer.ops.formats import INDEX_FORMATS
@@ -187,7 +187,7 @@ def _launch(
     rotation = angles(inputs[3], case.interleaved)
     rows = len(x) * heads
     share = MANY if rows >= MANY.rows * MANY.programs * launch.multiprocessors else FEW
-    programs = min(triton.cdiv(rows, share.rows), share.programs * launch.multiprocessors)
+    programs = min(cdiv(rows, share.rows), share.programs * launch.multiprocessors)
     launch(
         _encode,
         (programs,),

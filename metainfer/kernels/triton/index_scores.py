@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
-import triton
 
 from metainfer.kernels.reference.dtypes import TORCH_DTYPES
 from metainfer.kernels.triton.index_keys import order_keys
 from metainfer.kernels.triton.index_logits import index_logits
-from metainfer.kernels.triton.launch import Launcher, has_fp8
+from metainfer.kernels.triton.launch import Launcher, cdiv, has_fp8, next_power_of_2
 from metainfer.ops.index import DENSE, IndexCase
 
 Coded: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -75,7 +74,7 @@ class Rows:
 
 def tile_of(case: IndexCase, form: str, capability: tuple[int, int], shares: bool) -> Tile:
     """Sizes for keys of one form, for several rows of one list each program or one row."""
-    heads = max(16, triton.next_power_of_2(case.heads))
+    heads = max(16, next_power_of_2(case.heads))
     if case.dtype == "float32" and form == DENSE:
         return Tile(max(heads, 64) if shares else heads, 32, 4, 2)
     if form == "index_fp8" and capability >= (8, 9):
@@ -125,7 +124,7 @@ def in_order(
     block = 32
     launch(
         order_keys,
-        (triton.cdiv(columns, block), lists),
+        (cdiv(columns, block), lists),
         source.keys,
         source.scales,
         key_rows_BE,
@@ -160,12 +159,12 @@ def score(
     """
     shares = not own_lists and rows.candidates_TB is None
     tile = tile or tile_of(case, keys.form, launch.capability, shares)
-    heads = triton.next_power_of_2(case.heads)
+    heads = next_power_of_2(case.heads)
     count = len(rows.weights_TH)
     rows_each = max(1, tile.columns // heads) if shares else 1
     heads = max(heads, 16 // rows_each)
-    programs = triton.cdiv(count, rows_each)
-    splits = _splits(launch, programs, triton.cdiv(keys.entries, tile.block))
+    programs = cdiv(count, rows_each)
+    splits = _splits(launch, programs, cdiv(keys.entries, tile.block))
     q, q_scales = (rows.q, None) if isinstance(rows.q, torch.Tensor) else rows.q
     candidates = rows.candidates_TB
     launch(
@@ -210,5 +209,5 @@ def score(
 def _splits(launch: Launcher, programs: int, blocks: int) -> int:
     """Shares of the keys, so that there are many programs for each multiprocessor, but not many
     for few blocks of keys."""
-    wanted = triton.cdiv(32 * launch.multiprocessors, max(programs, 1))
+    wanted = cdiv(32 * launch.multiprocessors, max(programs, 1))
     return max(1, min(wanted, blocks // 4))

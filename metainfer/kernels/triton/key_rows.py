@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from metainfer.kernels.triton.codes import e2m1_to_float, e4m3_to_float, e8m0_to_float
-from metainfer.kernels.triton.launch import Launcher, has_fp8
+from metainfer.kernels.triton.launch import Launcher, cdiv, has_fp8
 from metainfer.ops.attention import DENSE
 from metainfer.ops.formats import FORMATS
 
@@ -109,7 +109,7 @@ def decoded(
     out = torch.empty(sequences * columns, width + extra, dtype=dtype, device=entries.device)
     launch(
         decode_listed,
-        (triton.cdiv(columns, 16), sequences),
+        (cdiv(columns, 16), sequences),
         entries,
         rows_BE,
         seen_B,

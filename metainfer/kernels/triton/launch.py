@@ -156,6 +156,17 @@ def facts_of(kernel: Any, arguments: tuple[Any, ...], named: Mapping[str, Any]) 
     return unit_of(kernel, arguments, named)[0].facts()
 
 
+def cdiv(number: int, size: int) -> int:
+    """Pieces of `size` that hold `number`. Triton's own, which kernels may call too, take ten times
+    as long on the host, where a step asks hundreds of times; so with the next."""
+    return -(-number // size)
+
+
+def next_power_of_2(number: int) -> int:
+    """The least that is not below `number`; 0 of 0."""
+    return 1 << (number - 1).bit_length() if number > 0 else 0
+
+
 def shared_limit(capability: tuple[int, int]) -> int:
     """Bytes of shared memory that one block may use; of the nearest older GPU for one that is not
     in the table."""

@@ -14,13 +14,12 @@ from functools import partial
 from typing import Any
 
 import torch
-import triton
 
 from metainfer.kernels.reference.dtypes import TORCH_DTYPES
 from metainfer.kernels.registry import Variant, Verdict, no
 from metainfer.kernels.triton import moe_rows
 from metainfer.kernels.triton.backend import Declared, on_gpu
-from metainfer.kernels.triton.launch import Launcher, has_fp8
+from metainfer.kernels.triton.launch import Launcher, cdiv, has_fp8, next_power_of_2
 from metainfer.kernels.triton.moe_order import Order, order
 from metainfer.kernels.triton.moe_product import grouped_product
 from metainfer.kernels.triton.moe_tiles import Tiles, tiles_of
@@ -187,7 +186,7 @@ class _Call:
         step = _step(tile.step, matrix.form, columns, case.block[1])
         self._launch(
             grouped_product,
-            (ordered.tiles * triton.cdiv(outputs, tile.channels),),
+            (ordered.tiles * cdiv(outputs, tile.channels),),
             rows.numbers,
             rows.scales,
             *matrix[1:],
@@ -234,7 +233,7 @@ def _step(most: int, form: str, columns: int, block: int) -> int:
     """Columns of a step: a power of two that fills the columns where one does, whole groups of
     fp4, within a block."""
     least = 32 if form in ("fp4", "folded") else 16
-    step = max(least, min(most, triton.next_power_of_2(columns)))
+    step = max(least, min(most, next_power_of_2(columns)))
     if form == "fp8":
         step = min(step, block)
     while step > least and columns % step and form != "dense":

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from metainfer.kernels.triton.launch import Launcher
+from metainfer.kernels.triton.launch import Launcher, cdiv, next_power_of_2
 
 _CHUNK = 512  # slots that one program puts in order
 _PIECE = 64  # slots that they are compared with at a time
@@ -125,10 +125,10 @@ def order(launch: Launcher, ids_TK: torch.Tensor, experts: int, height: int) -> 
         return Order(None, ids_TK, count)
     tiles = tiles_of(count, experts, height)
     is_one = count <= _CHUNK
-    chunk = max(_PIECE, triton.next_power_of_2(count)) if is_one else _CHUNK
+    chunk = max(_PIECE, next_power_of_2(count)) if is_one else _CHUNK
     placed = _PIECE if is_one else _CHUNK
-    chunks = triton.cdiv(count, chunk)
-    padded = max(16, triton.next_power_of_2(experts))
+    chunks = cdiv(count, chunk)
+    padded = max(16, next_power_of_2(experts))
     slots = ids_TK.new_empty(tiles, height, dtype=torch.int32)
     expert_of = ids_TK.new_empty(tiles, dtype=torch.int32)
     counts = None if is_one else ids_TK.new_empty(chunks, padded, dtype=torch.int32)
@@ -137,7 +137,7 @@ def order(launch: Launcher, ids_TK: torch.Tensor, experts: int, height: int) -> 
         launch(count_slots, (chunks,), ids_TK, counts, count, num_warps=4, **sizes)
     launch(
         place_slots,
-        (max(triton.cdiv(count, placed), triton.cdiv(tiles, _FILLED)),),
+        (max(cdiv(count, placed), cdiv(tiles, _FILLED)),),
         ids_TK,
         counts,
         slots,

@@ -11,7 +11,7 @@ from metainfer.kernels.reference.dtypes import TORCH_DTYPES
 from metainfer.kernels.registry import Verdict, no
 from metainfer.kernels.triton.backend import Declared, on_gpu
 from metainfer.kernels.triton.codes import e4m3_to_float, e8m0_to_float
-from metainfer.kernels.triton.launch import Launcher
+from metainfer.kernels.triton.launch import Launcher, cdiv, next_power_of_2
 from metainfer.kernels.triton.moe_product import gated, leave_codes
 from metainfer.kernels.triton.rows import rounded, rounded_to_bf16
 from metainfer.ops.base import Target
@@ -105,7 +105,7 @@ def add_slots(
 
 def _channels(width: int, group: int) -> int:
     """Channels of a program: whole groups."""
-    return min(_BLOCK, max(group, triton.next_power_of_2(width)))
+    return min(_BLOCK, max(group, next_power_of_2(width)))
 
 
 def swiglu(launch: Launcher, case: SwigluCase, gate_up_TF: torch.Tensor) -> torch.Tensor:
@@ -152,7 +152,7 @@ def _activate(
     together = 1 if rows < 256 else max(1, min(4, 2048 // block))
     launch(
         activate,
-        (triton.cdiv(rows, together), triton.cdiv(case.inner, block)),
+        (cdiv(rows, together), cdiv(case.inner, block)),
         x,
         y_TF,
         scales_TG,
@@ -183,7 +183,7 @@ def decoded(
     block = _channels(width, group)
     launch(
         decode_groups,
-        (rows, triton.cdiv(width, block)),
+        (rows, cdiv(width, block)),
         codes_TD,
         scales_TG,
         y_TD,
@@ -207,7 +207,7 @@ def added(
     block = _channels(width, 1)
     launch(
         add_slots,
-        (rows, triton.cdiv(width, block)),
+        (rows, cdiv(width, block)),
         parts,
         ids_TK,
         y_TD,

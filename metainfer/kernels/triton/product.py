@@ -11,9 +11,14 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-import triton
 
-from metainfer.kernels.triton.launch import Launcher, has_fp8, shared_limit
+from metainfer.kernels.triton.launch import (
+    Launcher,
+    cdiv,
+    has_fp8,
+    next_power_of_2,
+    shared_limit,
+)
 from metainfer.kernels.triton.product_few import add_partials, few_products
 from metainfer.kernels.triton.product_tall import decoded_rows, tall_products
 
@@ -75,7 +80,7 @@ def weight_of(
     Args:
         sizes: groups, and rows of each.
     """
-    tiles = sizes[0] * triton.cdiv(sizes[1], _LEAST_TILE)
+    tiles = sizes[0] * cdiv(sizes[1], _LEAST_TILE)
     tickets = torch.zeros(tiles, dtype=torch.int32, device=numbers_POI.device)
     return Weight(numbers_POI.contiguous(), scales_BB, tickets)
 
@@ -120,7 +125,7 @@ def multiplies_codes(launch: Launcher, sizes: Sizes, x: torch.Tensor) -> bool:
 
 def few_tile(launch: Launcher, sizes: Sizes, weight: Weight, form: str, rows: int) -> Tile:
     """For at most `FEW_ROWS` rows. The same for all counts of rows up to the next power of two."""
-    height = max(16, triton.next_power_of_2(rows))
+    height = max(16, next_power_of_2(rows))
     if form == "fp32":
         return _split(launch, sizes, weight, Tile(height, 32, _step(32, sizes, weight), 4, 2))
     step = _step(128 // _BYTES[form], sizes, weight)
@@ -134,12 +139,12 @@ def few_tile(launch: Launcher, sizes: Sizes, weight: Weight, form: str, rows: in
 def _split(launch: Launcher, sizes: Sizes, weight: Weight, tile: Tile) -> Tile:
     """With so many slices that multiprocessors are busy, but partial results are small beside the
     weight."""
-    tiles = sizes.groups * triton.cdiv(sizes.rows, tile.outputs)
-    steps = len(weight.numbers_POI) * triton.cdiv(sizes.columns, tile.step)
+    tiles = sizes.groups * cdiv(sizes.rows, tile.outputs)
+    steps = len(weight.numbers_POI) * cdiv(sizes.columns, tile.step)
     wanted = _PROGRAMS * launch.multiprocessors // tiles
     wanted = min(wanted, _MOST_SPLITS, steps // 2, sizes.columns // (8 * tile.rows))
-    share = triton.cdiv(steps, max(1, wanted))
-    return replace(tile, splits=triton.cdiv(steps, share))
+    share = cdiv(steps, max(1, wanted))
+    return replace(tile, splits=cdiv(steps, share))
 
 
 def tall_tile(launch: Launcher, sizes: Sizes, weight: Weight, form: str, rows: int) -> Tile:
@@ -147,7 +152,7 @@ def tall_tile(launch: Launcher, sizes: Sizes, weight: Weight, form: str, rows: i
     if form == "fp32":
         return Tile(64, 64, _step(32, sizes, weight), 4, 2)
     step = _step(128 // _BYTES[form], sizes, weight)
-    tiles = triton.cdiv(rows, 128) * triton.cdiv(sizes.rows, 128) * sizes.groups
+    tiles = cdiv(rows, 128) * cdiv(sizes.rows, 128) * sizes.groups
     if tiles < launch.multiprocessors:
         return Tile(64, 64, step, 4, 4)
     return Tile(128, 128, step, 8, 3 if shared_limit(launch.capability) < 128 * 1024 else 4)
@@ -176,7 +181,7 @@ def _few(
         partials = x.new_empty((tile.splits, *y.shape), dtype=torch.float32)
     launch(
         few_products,
-        (triton.cdiv(sizes.rows, tile.outputs), tile.splits, sizes.groups),
+        (cdiv(sizes.rows, tile.outputs), tile.splits, sizes.groups),
         x,
         x_scales,
         weight.numbers_POI,
@@ -192,7 +197,7 @@ def _few(
     )
     if tile.splits > 1 and not tile.ticket:
         block = 1024
-        grid = (triton.cdiv(y.numel(), block),)
+        grid = (cdiv(y.numel(), block),)
         launch(add_partials, grid, partials, y, y.numel(), SPLITS=tile.splits, BLOCK=block)
 
 
@@ -207,7 +212,7 @@ def _tall(
 ) -> None:
     form = form_of(launch, x, weight.numbers_POI)
     tile = tile or tall_tile(launch, sizes, weight, form, len(x))
-    tiles = triton.cdiv(len(x), tile.rows) * triton.cdiv(sizes.rows, tile.outputs)
+    tiles = cdiv(len(x), tile.rows) * cdiv(sizes.rows, tile.outputs)
     launch(
         tall_products,
         (tiles, sizes.groups),
@@ -294,7 +299,7 @@ def _numbers_of(
     height, width = 8, 512
     launch(
         decoded_rows,
-        (triton.cdiv(rows, height), triton.cdiv(columns, width)),
+        (cdiv(rows, height), cdiv(columns, width)),
         codes,
         scales,
         numbers,

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from metainfer.kernels.triton.launch import Launcher
+from metainfer.kernels.triton.launch import Launcher, cdiv
 from metainfer.kernels.triton.product_operands import scale_of
 
 
@@ -29,7 +29,7 @@ def turned(launch: Launcher, scales_TG: torch.Tensor, padded: int) -> torch.Tens
     turned_GT = scales_TG.new_empty((groups, padded), dtype=torch.float32)
     launch(
         _turned_scales,
-        (triton.cdiv(padded, 128), triton.cdiv(groups, 16)),
+        (cdiv(padded, 128), cdiv(groups, 16)),
         scales_TG,
         turned_GT,
         rows,

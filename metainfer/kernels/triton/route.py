@@ -16,7 +16,7 @@ import triton.language as tl
 
 from metainfer.kernels.registry import Verdict, no
 from metainfer.kernels.triton.backend import Declared, on_gpu
-from metainfer.kernels.triton.launch import Launcher
+from metainfer.kernels.triton.launch import Launcher, cdiv, next_power_of_2
 from metainfer.ops.base import Target
 from metainfer.ops.moe import RouteCase
 
@@ -52,16 +52,16 @@ class Cut:
 
 def cut_of(case: RouteCase, rows: int) -> Cut:
     step = _STEP if case.dtype == "bfloat16" else _STEP // 4
-    step = max(16, min(step, triton.next_power_of_2(case.width)))
-    experts = max(16, triton.next_power_of_2(case.experts))
+    step = max(16, min(step, next_power_of_2(case.width)))
+    experts = max(16, next_power_of_2(case.experts))
     if rows > _FEW_ROWS:
-        slice_ = triton.cdiv(case.width, step) * step
+        slice_ = cdiv(case.width, step) * step
         return Cut(64, min(128, experts), max(16, step // 2), 1, slice_, 4, 3)
-    height, wide = max(16, triton.next_power_of_2(rows)), min(64, experts)
-    steps = triton.cdiv(case.width, step)
-    wanted = max(1, _PROGRAMS // triton.cdiv(case.experts, wide))
-    per_split = triton.cdiv(steps, min(wanted, steps))
-    return Cut(height, wide, step, triton.cdiv(steps, per_split), per_split * step, 4, 3)
+    height, wide = max(16, next_power_of_2(rows)), min(64, experts)
+    steps = cdiv(case.width, step)
+    wanted = max(1, _PROGRAMS // cdiv(case.experts, wide))
+    per_split = cdiv(steps, min(wanted, steps))
+    return Cut(height, wide, step, cdiv(steps, per_split), per_split * step, 4, 3)
 
 
 def gate_parts(case: RouteCase, gate_ED: torch.Tensor) -> torch.Tensor:
@@ -237,11 +237,11 @@ def _route(
     cut: Cut | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows, cut = len(x_TD), cut or cut_of(case, len(x_TD))
-    padded = max(16, triton.next_power_of_2(case.experts))
+    padded = max(16, next_power_of_2(case.experts))
     logits = x_TD.new_empty(cut.splits, rows, padded, dtype=torch.float32)
     launch(
         route_logits,
-        (triton.cdiv(rows, cut.rows), triton.cdiv(padded, cut.experts), cut.splits),
+        (cdiv(rows, cut.rows), cdiv(padded, cut.experts), cut.splits),
         x_TD,
         gate.parts_PED,
         logits,
@@ -264,7 +264,7 @@ def _route(
     together = 1 if rows <= _FEW_ROWS else 4
     launch(
         route_choose,
-        (triton.cdiv(rows, together),),
+        (cdiv(rows, together),),
         logits,
         gate.choice,
         token_ids_T,
@@ -276,9 +276,9 @@ def _route(
         E=case.experts,
         EP=padded,
         K=case.selected,
-        KP=triton.next_power_of_2(case.selected),
+        KP=next_power_of_2(case.selected),
         SPLITS=cut.splits,
-        SP=triton.next_power_of_2(cut.splits),
+        SP=next_power_of_2(cut.splits),
         GROUPS=case.groups,
         KEPT=case.group_topk,
         HASH=token_ids_T is not None,
@@ -290,7 +290,7 @@ def _route(
 
 
 def eligible(case: RouteCase, target: Target) -> Verdict:
-    padded = max(16, triton.next_power_of_2(case.experts))
+    padded = max(16, next_power_of_2(case.experts))
     if case.groups > 1 and padded != case.experts:
         return no(f"groups experts where they are a power of two, not {case.experts}")
     return on_gpu(case, target)

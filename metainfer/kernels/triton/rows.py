@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from metainfer.kernels.triton.codes import as_bits, as_float
-from metainfer.kernels.triton.launch import Launcher
+from metainfer.kernels.triton.launch import Launcher, cdiv, next_power_of_2
 
 _BUSY = 4  # programs a multiprocessor, from which on there are many
 
@@ -63,12 +63,12 @@ def row_tile(launch: Launcher, rows: int, width: int, least: int = 1) -> RowTile
         width: of a row.
         least: rows that a program must have, a power of two.
     """
-    block = triton.next_power_of_2(width)
+    block = next_power_of_2(width)
     share, each = MANY, max(least, MANY.numbers // block)
     if rows < each * _BUSY * launch.multiprocessors:
         share, each = FEW, max(least, FEW.numbers // block)
     warps = max(1, min(8, each * block // (32 * share.per_thread)))
-    return RowTile(each, block, triton.cdiv(rows, each), warps)
+    return RowTile(each, block, cdiv(rows, each), warps)
 
 
 @triton.jit

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from metainfer.kernels.triton.backend import Declared
-from metainfer.kernels.triton.launch import Launcher
+from metainfer.kernels.triton.launch import Launcher, next_power_of_2
 from metainfer.kernels.triton.sample_cut import bound_of_kept
 from metainfer.kernels.triton.sample_race import DEEP, TILE, WARPS, WIDE, places_of, race
 from metainfer.kernels.triton.topk_cut import NOTHING
@@ -127,7 +127,7 @@ def adjust(
         recent,
         VOCAB=case.vocab,
         LIST=_LIST,
-        ROOM=max(_RECENT, triton.next_power_of_2(recent)),
+        ROOM=max(_RECENT, next_power_of_2(recent)),
         num_warps=WARPS,
     )
     return adjusted_RV
@@ -222,7 +222,7 @@ def draw(
         VOCAB=case.vocab,
         STRETCH=case.stretch,
         STRETCHES=case.stretches,
-        POWER=triton.next_power_of_2(case.stretches),
+        POWER=next_power_of_2(case.stretches),
         AT_A_TIME=max(1, 4096 // case.stretch),
         FILTERS=filters,
         num_warps=WARPS,

@@ -12,7 +12,7 @@ from triton.language.extra import libdevice
 
 from metainfer.kernels.registry import Verdict, no
 from metainfer.kernels.triton.backend import Declared, on_gpu
-from metainfer.kernels.triton.launch import Launcher
+from metainfer.kernels.triton.launch import Launcher, cdiv, next_power_of_2
 from metainfer.ops.base import Target
 from metainfer.ops.step import StepIndexCase, Windows
 
@@ -158,7 +158,7 @@ def index_decode(
     end = blocks * case.block_tokens
     first, second = (*case.windows, *[_NONE] * _RATIOS)[:_RATIOS]
     counts = [blocks * (case.block_tokens // of.ratio) for of in case.windows]
-    pieces = [triton.cdiv(count + 1, _PIECE) for count in counts]
+    pieces = [cdiv(count + 1, _PIECE) for count in counts]
     angles_NTR2 = sliding[0].new_empty(2 + len(counts), rows, channels // 2, 2)
     latents = positions_T.new_empty(rows * (1 + case.window))
     numbers = [positions_T.new_empty(rows * (3 + of.span)) for of in case.windows]
@@ -187,16 +187,16 @@ def index_decode(
         *[0] * missing,
         pieces[0] if pieces else 0,
         W=case.window,
-        BW=triton.next_power_of_2(case.window),
+        BW=next_power_of_2(case.window),
         RATIO0=first.ratio,
         SPAN0=first.span,
-        BS0=triton.next_power_of_2(max(1, first.span)),
+        BS0=next_power_of_2(max(1, first.span)),
         RATIO1=second.ratio,
         SPAN1=second.span,
-        BS1=triton.next_power_of_2(max(1, second.span)),
+        BS1=next_power_of_2(max(1, second.span)),
         BLOCK=case.block_tokens,
         R=channels,
-        BR=triton.next_power_of_2(channels),
+        BR=next_power_of_2(channels),
         PIECE=_PIECE,
         SLIDING_TABLE=end <= len(sliding[0]),
         TABLE=end <= len(compressing[0]),

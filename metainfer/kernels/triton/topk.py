@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from metainfer.kernels.triton.launch import Launcher
+from metainfer.kernels.triton.launch import Launcher, next_power_of_2
 from metainfer.kernels.triton.topk_cut import (
     LEAST,
     NOTHING,
@@ -297,7 +297,7 @@ def _reduce(
     scores_TW = arrays[0]
     overflows = scores_TW.new_empty(items, dtype=torch.int32)
     places = scores_TW.new_empty(items, form.capacity, dtype=torch.int32)
-    named = {"K": topk, "K_POWER": triton.next_power_of_2(topk), "BLOCK": block}
+    named = {"K": topk, "K_POWER": next_power_of_2(topk), "BLOCK": block}
     launch(
         _best_of_row,
         (items,),
