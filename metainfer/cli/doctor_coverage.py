@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from metainfer.cli.kernels_coverage import kinds_of
 from metainfer.cli.terminal import Terminal
 from metainfer.core.errors import UserError
 from metainfer.hardware.facts import Unknown
 from metainfer.hardware.machine import Machine
+
+if TYPE_CHECKING:
+    from metainfer.ops.use import Use
 
 _MOST_WORKERS = 16
 
@@ -36,6 +40,15 @@ def coverage_of(
     return _reports(terminal, model, target, kind, sizes, compiles)
 
 
+def _forms(model: str, ranks: int) -> tuple[Iterable[Use], Iterable[Use]]:
+    """What a GPU binds by itself, which rounds rows of quantised matrices; and the forms without,
+    which layers bind only where a flag says so."""
+    from metainfer.ops.uses import uses_of
+
+    others = (replace(use, served=False) for use in uses_of(model, ranks))
+    return uses_of(model, ranks, activations="fp8"), others
+
+
 def _reports(
     terminal: Terminal, model: str, target: str, kind: Any, sizes: Sequence[int], compiles: bool
 ) -> dict[int, Mapping[str, Any]]:
@@ -45,14 +58,9 @@ def _reports(
     from metainfer.kernels.coverage_report import Subject, cards_that_ran, report
     from metainfer.kernels.verdicts import verdict_report
     from metainfer.ops.use import merged
-    from metainfer.ops.uses import uses_of
 
     subjects = {ranks: Subject(model, ranks, "", target, kind) for ranks in sizes}
-    uses = {
-        # What a GPU binds, which rounds rows of quantised matrices, and the forms without.
-        ranks: merged(uses_of(model, ranks, activations="fp8"), uses_of(model, ranks))
-        for ranks in sizes
-    }
+    uses = {ranks: merged(*_forms(model, ranks)) for ranks in sizes}
     ran = cards_that_ran(target)
     if not compiles:
         return {ranks: verdict_report(subjects[ranks], uses[ranks], ran) for ranks in sizes}

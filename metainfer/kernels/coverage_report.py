@@ -12,8 +12,15 @@ from metainfer.kernels.coverage import Row
 from metainfer.kernels.triton.launch import shared_limit
 from metainfer.kernels.verify_known import Name, Proof, add_proofs, records
 from metainfer.kernels.verify_record import source_hash
-from metainfer.ops.base import case_fields
+from metainfer.ops.base import Load, case_fields
+from metainfer.ops.catalogue import OPS
+from metainfer.ops.floor import operands_of
 from metainfer.ops.targets import CardKind
+from metainfer.ops.use import DECODE, Use
+
+_TOKENS = 8192
+_ROWS = 2048  # of a chunk of a prompt
+_SEQUENCES = 16  # of a decode step
 
 Ran = Mapping[Name, str]
 """By (op, case as JSON, backend): the card on which `metainfer verify` passed it."""
@@ -72,6 +79,20 @@ def report(subject: Subject, rows: Sequence[Row], ran: Ran) -> dict[str, Any]:
     }
 
 
+def least(use: Use, phase: str) -> dict[str, Any]:
+    """What one call of a usual size cannot do without, whatever runs it: a chunk of a prompt, or a
+    decode step of several sequences."""
+    rows = _SEQUENCES if phase == DECODE else _ROWS
+    cost = OPS[use.op].cost(use.case, Load(rows, _TOKENS))
+    return {
+        "rows": rows,
+        "tokens": _TOKENS,
+        "flops": cost.flops,
+        "bytes": cost.bytes,
+        "operands": operands_of(use.case),
+    }
+
+
 def _row(row: Row, ran: Ran) -> dict[str, Any]:
     case = case_fields(row.use.case)
     name = row.use.op, json.dumps(case, sort_keys=True), row.backend
@@ -81,6 +102,7 @@ def _row(row: Row, ran: Ran) -> dict[str, Any]:
         "part": row.use.part,
         "phase": row.phase,
         "times": row.use.times,
+        "least": least(row.use, row.phase),
         "served": row.use.served,
         "backend": row.backend,
         "runs_on": row.runs_on,

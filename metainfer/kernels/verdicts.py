@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from metainfer.kernels.coverage_report import Ran, Subject
+from metainfer.kernels.coverage_report import Ran, Subject, least
 from metainfer.kernels.on_paper import choose, registry_for
 from metainfer.kernels.triton.launch import shared_limit
 from metainfer.ops.base import case_fields
@@ -34,6 +34,7 @@ def verdict_report(subject: Subject, uses: Iterable[Use], ran: Ran) -> dict[str,
                     "part": use.part,
                     "phase": phase,
                     "times": use.times,
+                    "least": least(use, phase),
                     "served": use.served,
                     "backend": choice.backend,
                     "refused": [{"backend": b, "reason": r} for b, r in choice.refused],
