@@ -73,6 +73,7 @@ NUMBERS: Mapping[str, Callable[[Any, Call, Results], Results]] = MappingProxyTyp
         "norm.rms_norm_fp8": _groups,
         "quantise.fp8": _groups,
         "moe.swiglu_fp8": _groups,
+        "hc.expand_mix_fp8": _groups,
         "index.encode_queries": _queries,
         "cache.write_index": _keys,
         "cache.write": _cache,
@@ -84,7 +85,7 @@ NUMBERS: Mapping[str, Callable[[Any, Call, Results], Results]] = MappingProxyTyp
 def step(op: str, case: Any) -> float:
     """How far a number may be off, relative to the largest; 0 where numbers are not codes."""
     name = getattr(case, "format", "")
-    if op in ("norm.rms_norm_fp8", "quantise.fp8", "moe.swiglu_fp8"):
+    if NUMBERS.get(op) is _groups:
         return STEPS["e4m3"]
     if name in FORMATS:
         return STEPS[FORMATS[name].code]

@@ -26,6 +26,7 @@ OVERWRITTEN: Mapping[str, frozenset[int]] = MappingProxyType(
         "rope.rotate": frozenset({0}),
         "rope.norm_rotate": frozenset({0}),
         "hc.expand": frozenset({0}),
+        "hc.expand_mix_fp8": frozenset({0}),
         "moe.swiglu": frozenset({0}),
         "cache.write": frozenset({3}),
         "attention.compress_step": frozenset({3, 8}),

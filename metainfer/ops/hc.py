@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from metainfer.ops.base import ELEMENT_BYTES, Cost, Load, Op, Tolerance
+from metainfer.ops.formats import SCALE_BYTES
+from metainfer.ops.norm import RmsNormFp8Case
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,29 @@ class HyperCase:
         return (2 + self.streams) * self.streams
 
 
+@dataclass(frozen=True, slots=True)
+class ExpandMixFp8Case:
+    """Attributes:
+    hyper: of `hc.expand` and `hc.mix`; its norm_eps is also that of the norm.
+    group, scale: of codes, as in `norm.rms_norm_fp8`.
+    """
+
+    hyper: HyperCase
+    group: int = 128
+    scale: str = "e8m0"
+
+    @property
+    def norm(self) -> RmsNormFp8Case:
+        hyper = self.hyper
+        return RmsNormFp8Case(
+            hyper.width, hyper.norm_eps, self.group, self.scale, normed=True, dtype=hyper.dtype
+        )
+
+    @property
+    def dtype(self) -> str:
+        return self.hyper.dtype
+
+
 def _mix_cost(case: HyperCase, load: Load) -> Cost:
     return _collapse_cost(case, load, case.mixes)
 
@@ -59,6 +84,20 @@ def _expand_cost(case: HyperCase, load: Load) -> Cost:
     moved = 2 * elements * ELEMENT_BYTES[case.stream_dtype]
     moved += load.rows * case.width * ELEMENT_BYTES[case.dtype]
     return Cost(2.0 * elements * (case.streams + 1), moved)
+
+
+def _expand_mix_cost(case: ExpandMixFp8Case, load: Load) -> Cost:
+    """The streams are read and written once, and what is made of them is written."""
+    hyper = case.hyper
+    elements = load.rows * hyper.streams * hyper.width
+    y = load.rows * hyper.width * ELEMENT_BYTES[hyper.dtype]
+    mixed = _mix_cost(hyper, load)
+    moved = mixed.bytes + elements * ELEMENT_BYTES[hyper.stream_dtype] + y
+    codes = 1 + SCALE_BYTES[case.scale] / case.group
+    return Cost(
+        mixed.flops + 2.0 * elements * (hyper.streams + 1),
+        moved + load.rows * hyper.width * codes,
+    )
 
 
 _V4 = {
@@ -243,4 +282,45 @@ HEAD = Op(
     weights=("fn_SK", "base_S", "scale_1"),
 )
 
-OPS = (MIX, MIX_NORM, MIX_SHIFTED, EXPAND, COLLAPSE, HEAD)
+EXPAND_MIX_FP8 = Op(
+    name="hc.expand_mix_fp8",
+    doc="""From a sublayer to the next: `hc.expand` of what the one gave, `hc.mix` of what the other
+    reads, and `norm.rms_norm_fp8` of that, with the norm's rows.
+
+    Each as its contract says, one after the other; the streams are rounded to their format before
+    they are mixed. Before the first sublayer there is nothing to expand.
+
+    Prepared from:
+        fn_MK, base_M, scale_3: as in `hc.mix`, of the sublayer that reads.
+        norm_weight_D: fp32 [D].
+
+    Arguments:
+        streams_TSD: [T, S, D] in the case's stream_dtype, dense. May be overwritten.
+        y_TD: fp32 or bf16 [T, D]; rows may lie apart. None where there is nothing to expand.
+        post_TS, comb_TSS: fp32 [T, S] and [T, S, S], as `hc.expand` takes them; None with y.
+        more_TD: as in `hc.expand`.
+
+    Returns:
+        codes_TD, scales_TG, x_TD: as `norm.rms_norm_fp8` returns them, normed rows last.
+        streams_TSD: in the case's stream_dtype; may share the memory of the argument.
+        post_TS: fp32 [T, S].
+        comb_TSS: fp32 [T, S, S]; first index the source stream.
+    """,
+    cases={
+        "deepseek-v4-flash": (ExpandMixFp8Case(HyperCase(4, 4096)),),
+        "pebble": (ExpandMixFp8Case(HyperCase(4, 256)),),
+    },
+    small_cases=(
+        ExpandMixFp8Case(
+            HyperCase(4, 96, stream_dtype="float32", dtype="float32"), group=32, scale="fp32"
+        ),
+        ExpandMixFp8Case(HyperCase(2, 128, iterations=3, stream_dtype="float32")),
+        ExpandMixFp8Case(HyperCase(4, 384, iterations=4)),
+        ExpandMixFp8Case(HyperCase(4, 64), group=32),
+    ),
+    cost=_expand_mix_cost,
+    tolerance=Tolerance(bfloat16=2e-2),
+    weights=("fn_MK", "base_M", "scale_3", "norm_weight_D"),
+)
+
+OPS = (MIX, MIX_NORM, MIX_SHIFTED, EXPAND, COLLAPSE, HEAD, EXPAND_MIX_FP8)

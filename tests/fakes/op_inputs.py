@@ -141,6 +141,15 @@ VARIANTS: Mapping[str, Mapping[str, Maker]] = {
     },
     "hc.collapse": _rows(hc.collapse, 0, 1, 7),
     "hc.head": _rows(hc.head, 0, 1, 7),
+    "hc.expand_mix_fp8": {
+        **_rows(hc.expand_mix_fp8, 0, 1, 7, 33, 70),
+        "first sublayer": partial(hc.expand_mix_fp8, rows=3, first=True),
+        "sharp": partial(hc.expand_mix_fp8, rows=5, sharpness=20.0),
+        "two summands, rows apart": partial(
+            hc.expand_mix_fp8, rows=3, dtype="float32", more="bfloat16", spread=True
+        ),
+        "bf16 y, fp32 more": partial(hc.expand_mix_fp8, rows=2, dtype="bfloat16", more="float32"),
+    },
     "attention.compress": {
         "first window": partial(compress.compress, entries=1, first=0),
         "from the start": partial(compress.compress, entries=5, first=0),

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from metainfer.kernels.inputs.base import Call, Draw
+from metainfer.kernels.inputs.base import Call, Draw, apart
 
 
 def _streams(case: Any, draw: Draw, rows: int) -> torch.Tensor:
@@ -54,6 +54,31 @@ def expand(case: Any, draw: Draw, rows: int, dtype: str = "", more: str = "") ->
     comb_TSS = draw.normal(rows, case.streams, case.streams).softmax(-1)
     added = (draw.normal(rows, case.width, dtype=more),) if more else ()
     return Call((), (_streams(case, draw, rows), y_TD, post_TS, comb_TSS, *added))
+
+
+def expand_mix_fp8(
+    case: Any,
+    draw: Draw,
+    rows: int,
+    dtype: str = "",
+    more: str = "",
+    first: bool = False,
+    sharpness: float = 1.0,
+    spread: bool = False,
+) -> Call:
+    """
+    Args:
+        dtype, more: as of `expand`.
+        first: nothing is to be expanded.
+        spread: rows of y lie apart.
+    """
+    mixed = mix_norm(case.hyper, draw, rows, sharpness)
+    if first:
+        return Call(mixed.weights, (*mixed.arguments, None, None, None, None))
+    streams_TSD, y_TD, *others = expand(case.hyper, draw, rows, dtype, more).arguments
+    added = others[2:] or [None]
+    y_TD = apart(y_TD) if spread else y_TD
+    return Call(mixed.weights, (streams_TSD, y_TD, *others[:2], *added))
 
 
 def head(case: Any, draw: Draw, rows: int) -> Call:

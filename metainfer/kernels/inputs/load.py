@@ -55,6 +55,7 @@ LOADED: Mapping[str, Loaded] = MappingProxyType(
         "hc.expand": _by_rows(hc.expand),
         "hc.collapse": _by_rows(hc.collapse),
         "hc.head": _by_rows(hc.head),
+        "hc.expand_mix_fp8": _by_rows(hc.expand_mix_fp8),
         "attention.index_topk": index.index_topk_at_load,
         "attention.index_topk_decode": index.index_topk_decode_at_load,
         "attention.sparse_prefill": attention.sparse_prefill_at_load,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from metainfer.kernels.reference.dtypes import TORCH_DTYPES
-from metainfer.kernels.reference.norm import rms
+from metainfer.kernels.reference.norm import rms, rms_norm_fp8
 from metainfer.kernels.registry import Backend
-from metainfer.ops.hc import HyperCase
+from metainfer.ops.hc import ExpandMixFp8Case, HyperCase
 from metainfer.ops.kernel_order import REFERENCE
 
 Tensors = tuple[torch.Tensor, ...]
@@ -95,6 +95,22 @@ def head(case: HyperCase, weights: Tensors, streams_TSD: torch.Tensor) -> torch.
     return _collapsed(case, streams_TSD, pre_TS)
 
 
+def expand_mix_fp8(
+    case: ExpandMixFp8Case,
+    weights: Tensors,
+    streams_TSD: torch.Tensor,
+    y_TD: torch.Tensor | None,
+    post_TS: torch.Tensor | None,
+    comb_TSS: torch.Tensor | None,
+    more_TD: torch.Tensor | None = None,
+) -> Tensors:
+    if y_TD is not None:
+        assert post_TS is not None and comb_TSS is not None
+        streams_TSD = expand(case.hyper, streams_TSD, y_TD, post_TS, comb_TSS, more_TD)
+    u_TD, post_TS, comb_TSS = mix(case.hyper, weights[:3], streams_TSD)
+    return *rms_norm_fp8(case.norm, u_TD, None, weights[3]), streams_TSD, post_TS, comb_TSS
+
+
 BACKENDS = (
     Backend("hc.mix", REFERENCE, mix),
     Backend("hc.mix_norm", REFERENCE, mix_norm),
@@ -102,4 +118,5 @@ BACKENDS = (
     Backend("hc.expand", REFERENCE, expand),
     Backend("hc.collapse", REFERENCE, collapse),
     Backend("hc.head", REFERENCE, head),
+    Backend("hc.expand_mix_fp8", REFERENCE, expand_mix_fp8),
 )

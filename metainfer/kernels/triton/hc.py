@@ -40,6 +40,9 @@ class Mixes(NamedTuple):
     base_M: torch.Tensor
     norm_weight_D: torch.Tensor | None = None
 
+    def without_norm(self) -> Mixes:
+        return self._replace(norm_weight_D=None)
+
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
@@ -181,10 +184,10 @@ def _collapse(
         RC=rows_of(case),
         S=case.streams,
         D=case.width,
-        BD=triton.next_power_of_2(case.width),
+        BD=next_power_of_2(case.width),
         M=len(weights.base_M),
         SPLITS=partials_TPN.shape[1],
-        BP=triton.next_power_of_2(partials_TPN.shape[1]),
+        BP=next_power_of_2(partials_TPN.shape[1]),
         BN=partials_TPN.shape[2],
         NORM=weights.norm_weight_D is not None,
     )
@@ -205,7 +208,7 @@ def partials(
     partials_TPN = streams_TSD.new_empty(rows, tiles.splits, columns, dtype=torch.float32)
     launch(
         hc_mix.mix_partials,
-        (triton.cdiv(rows, tiles.rows), tiles.splits),
+        (cdiv(rows, tiles.rows), tiles.splits),
         streams_TSD,
         weights.parts_PMK,
         partials_TPN,

@@ -89,6 +89,24 @@ def normed_rows(u_RD, weight_D, norm_eps, u, D: tl.constexpr):
 
 
 @triton.jit
+def pre_of_rows(
+    partials, base, row_R, is_row_R, norm_eps, eps,
+    S: tl.constexpr, D: tl.constexpr, M: tl.constexpr, SPLITS: tl.constexpr, BP: tl.constexpr,
+    BN: tl.constexpr,
+):  # fmt: skip
+    """pre of the rows with these numbers (int64), [R, S]."""
+    s_S, p_P = tl.arange(0, S), tl.arange(0, BP)
+    at_RP = partials + (row_R[:, None] * SPLITS + p_P[None, :]) * BN
+    mask_RP = is_row_R[:, None] & (p_P < SPLITS)[None, :]
+    at_RPS = at_RP[:, :, None] + s_S[None, None, :]
+    pre_RPS = tl.load(at_RPS, mask=mask_RP[:, :, None], other=0.0)
+    square_RP = tl.load(at_RP + M, mask=mask_RP, other=0.0)
+    base_S = tl.load(base + s_S)
+    inverse_R = tl.rsqrt(tl.sum(square_RP, 1) / (S * D) + norm_eps)
+    return tl.sigmoid(tl.sum(pre_RPS, 1) * inverse_R[:, None] + base_S[None, :]) + eps
+
+
+@triton.jit
 def collapse_rows(
     streams, partials, base, norm_weight, u, first, T, norm_eps, eps,
     R: tl.constexpr, S: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, M: tl.constexpr,
@@ -96,28 +114,21 @@ def collapse_rows(
 ):  # fmt: skip
     """u of R rows from `first` on, their streams weighted with their own pre."""
     row_R = first + tl.arange(0, R)
-    s_S, d_D, p_P = tl.arange(0, S), tl.arange(0, BD), tl.arange(0, BP)
+    s_S, d_D = tl.arange(0, S), tl.arange(0, BD)
     is_row_R = row_R < T
     wide_R = row_R.to(tl.int64)
     # All is on its way before the first sum waits.
-    at_RP = partials + (wide_R[:, None] * SPLITS + p_P[None, :]) * BN
-    mask_RP = is_row_R[:, None] & (p_P < SPLITS)[None, :]
-    at_RPS = at_RP[:, :, None] + s_S[None, None, :]
-    pre_RPS = tl.load(at_RPS, mask=mask_RP[:, :, None], other=0.0)
-    square_RP = tl.load(at_RP + M, mask=mask_RP, other=0.0)
-    base_S = tl.load(base + s_S)
     x_at_RSD = streams + (wide_R * (S * D))[:, None, None] + (s_S * D)[None, :, None]
     mask_RD = is_row_R[:, None] & (d_D < D)[None, :]
     x_RSD = tl.load(x_at_RSD + d_D[None, None, :], mask=mask_RD[:, None, :], other=0.0)
     if NORM:
         weight_D = tl.load(norm_weight + d_D, mask=d_D < D, other=0.0)
-    inverse_R = tl.rsqrt(tl.sum(square_RP, 1) / (S * D) + norm_eps)
-    pre_RS = tl.sigmoid(tl.sum(pre_RPS, 1) * inverse_R[:, None] + base_S[None, :]) + eps
+    pre_RS = pre_of_rows(partials, base, wide_R, is_row_R, norm_eps, eps, S, D, M, SPLITS, BP, BN)
     u_RD = tl.sum(x_RSD.to(tl.float32) * pre_RS[:, :, None], 1)
     if NORM:
         u_RD = normed_rows(u_RD, weight_D, norm_eps, u, D)
     to_RD = u + wide_R[:, None] * D + d_D[None, :]
-    tl.store(to_RD, u_RD.to(u.dtype.element_ty), mask=mask_RD)
+    tl.store(to_RD, rounded(u_RD, u).to(u.dtype.element_ty), mask=mask_RD)
 
 
 @triton.jit

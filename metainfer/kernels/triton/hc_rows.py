@@ -13,6 +13,7 @@ import triton.language as tl
 from metainfer.kernels.reference.dtypes import TORCH_DTYPES
 from metainfer.kernels.triton.hc_mix import normed_rows
 from metainfer.kernels.triton.launch import Launcher, cdiv, next_power_of_2
+from metainfer.kernels.triton.rows import rounded
 from metainfer.ops.hc import HyperCase
 
 _CHANNELS = 1024  # of a row that one program expands
@@ -42,6 +43,7 @@ def expand_rows(
         comb_RS = tl.load(comb_at_RS, mask=mask_R[:, None], other=0.0)
         post_R = tl.load(post + wide_R * S + j, mask=mask_R, other=0.0)
         out_RD = tl.sum(x_RSD * comb_RS[:, :, None], 1) + post_R[:, None] * y_RD
+        out_RD = rounded(out_RD, streams)
         tl.store(to_RD + j * D, out_RD.to(streams.dtype.element_ty), mask=mask_RD)
 
 
