@@ -2,7 +2,8 @@
 
 Query heads, output groups, expert width and vocabulary rows of the head are divided; the latent,
 compressors, indexer, routers, hyper-connections and norms are on every rank. A weight and its
-scales are always divided alike: `check_split` refuses sizes that would cut a block of scales.
+scales are always divided alike: a rank's part is whole blocks of scales, or lies within one block,
+whose scale several ranks have then. `check_split` refuses all else.
 """
 
 from __future__ import annotations
@@ -37,17 +38,24 @@ def split_dimension(name: str) -> int | None:
     return None
 
 
+def rank_share(whole: int, rank: int, size: int) -> tuple[int, int]:
+    """(first, how many) of `whole` rows or columns that a rank has. Of scales that are fewer than
+    ranks it has the one whose block holds its part."""
+    return whole * rank // size, max(1, whole // size)
+
+
 def rank_shape(name: str, shape: tuple[int, ...], size: int) -> tuple[int, ...]:
     """Shape of one rank's slice. `size` must have passed `check_split`."""
     dimension = split_dimension(name)
     if dimension is None or size == 1:
         return shape
-    return (*shape[:dimension], shape[dimension] // size, *shape[dimension + 1 :])
+    _, share = rank_share(shape[dimension], 0, size)
+    return (*shape[:dimension], share, *shape[dimension + 1 :])
 
 
 def check_split(arch: Arch, size: int) -> None:
-    """Check that `size` ranks can divide the model without cutting a head, a group, or a block of
-    scales.
+    """Check that `size` ranks can divide the model without cutting a head, a group, a group of fp4
+    codes, or a block of fp8 codes in other than equal parts.
 
     Raises:
         UserError: with every number that does not divide.
@@ -55,35 +63,42 @@ def check_split(arch: Arch, size: int) -> None:
     if size == 1:
         return
     quantisation = arch.quantisation
-    block_rows, block_columns = quantisation.fp8_block
-    linear_is_fp8 = quantisation.linear is WeightFormat.FP8_BLOCK
-    # (what, whole, smallest part that can stand alone)
-    demands = [
-        ("attention heads", arch.num_heads, 1),
-        ("output groups", arch.o_groups, 1),
-        ("vocabulary rows", arch.vocab_size, 1),
+    blocks = quantisation.fp8_block
+    width = arch.moe_intermediate_size
+    # (what, whole, lengths of blocks that it is cut into, whether a part may lie within a block)
+    demands: list[tuple[str, int, tuple[int, ...], bool]] = [
+        ("attention heads", arch.num_heads, (), False),
+        ("output groups", arch.o_groups, (), False),
+        ("vocabulary rows", arch.vocab_size, (), False),
     ]
-    if linear_is_fp8:
-        rows = arch.num_heads * arch.head_dim
-        demands.append(("rows of wq_b", rows, block_rows))
-        demands.append(("columns of wo_b", arch.o_groups * arch.o_lora_rank, block_columns))
-        part = max(block_rows, block_columns)
-        demands.append(("width of the shared expert", arch.moe_intermediate_size, part))
-    part = {
-        WeightFormat.FP8_BLOCK: max(block_rows, block_columns),
-        WeightFormat.FP4_GROUP: quantisation.fp4_group,
-    }.get(quantisation.experts, 1)
-    demands.append(("width of the routed experts", arch.moe_intermediate_size, part))
+    if quantisation.linear is WeightFormat.FP8_BLOCK:
+        low_ranks = arch.o_groups * arch.o_lora_rank
+        demands.append(("rows of wq_b", arch.num_heads * arch.head_dim, blocks[:1], True))
+        demands.append(("rows of wo_a, columns of wo_b", low_ranks, blocks, True))
+        demands.append(("width of the shared expert", width, blocks, True))
+    parts, may_cut = {
+        WeightFormat.FP8_BLOCK: (blocks, True),
+        WeightFormat.FP4_GROUP: ((quantisation.fp4_group,), False),
+    }.get(quantisation.experts, ((), False))
+    demands.append(("width of the routed experts", width, parts, may_cut))
 
     refused = []
-    for what, whole, part in demands:
+    for what, whole, parts, may_cut in demands:
         if whole % size:
             refused.append(f"{what}: {whole} is not a multiple of {size}")
-        elif whole // size % part:
-            share = whole // size
-            refused.append(f"{what}: {whole} / {size} = {share} is not a multiple of {part}")
+            continue
+        share = whole // size
+        odd = [part for part in parts if not _stands_alone(whole, share, part, may_cut)]
+        if odd:
+            but = " nor an even part" if may_cut else ""
+            refused.append(f"{what}: {whole} / {size} = {share} is not a multiple of {odd[0]}{but}")
     if refused:
         raise UserError(
             f"{arch.name} cannot be divided over {size} ranks: " + "; ".join(refused),
             hint="choose a smaller --tensor-parallel-size",
         )
+
+
+def _stands_alone(whole: int, share: int, block: int, may_cut: bool) -> bool:
+    """Whether a share of `whole` is whole blocks or, where that may be, lies within one."""
+    return share % block == 0 or (may_cut and whole % block == 0 and block % share == 0)

@@ -75,7 +75,9 @@ def _one_of_many(shape: ModelShape, machine: Machine) -> _Verdict:
 
 
 def _several_ranks(shape: ModelShape, machine: Machine) -> _Verdict:
-    return State.PLANNED, f"more than 1 is refused at start: {_ONE_RANK}"
+    if not shape.arch:
+        return State.PLANNED, "the model itself is not served yet"
+    return State.WORKS, "a process for each rank; on GPUs it has not run yet"
 
 
 def _stages(shape: ModelShape, machine: Machine) -> _Verdict:

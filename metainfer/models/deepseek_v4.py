@@ -84,6 +84,7 @@ class DeepseekV4:
             UserError: no backend that the order allows serves a layer.
             CheckpointError: a tensor is missing.
         """
+        self._group = group
         self._stream_dtype = stream_dtype or compute_dtype
         self._num_streams = arch.hc_mult
         self._draft_rows = draft_rows
@@ -140,5 +141,9 @@ class DeepseekV4:
         return self._indexer.index_decode(inputs)
 
     def logits(self, streams_RSD: torch.Tensor) -> torch.Tensor:
-        """fp32 [R, V] of the streams of chosen rows."""
-        return self._head(self._collapse(streams_RSD))
+        """fp32 [R, V] of the streams of chosen rows, on every rank."""
+        part_RV = self._head(self._collapse(streams_RSD))
+        if self._group.size == 1:
+            return part_RV
+        parts_GRV = self._group.all_gather(part_RV).unflatten(0, (self._group.size, -1))
+        return parts_GRV.transpose(0, 1).flatten(1)

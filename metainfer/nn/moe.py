@@ -38,7 +38,8 @@ class SharedExpert:
 
 class MixtureOfExperts:
     """Rows of width D -> fp32 y_TD of the routed experts and y_TD of the shared one, which whoever
-    reads them adds, each summed over ranks.
+    reads them adds. Several ranks add both before they sum over ranks: that is one exchange, of
+    rows in the compute dtype.
 
     The shared expert runs beside the routed ones on the side stream, where there is one.
     """
@@ -88,7 +89,7 @@ class MixtureOfExperts:
 
     def __call__(
         self, x: Rows, token_ids_T: torch.Tensor, padding_T1: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, ...]:
         """
         Args:
             padding_T1: bool, rows that need no expert; None where there is none.
@@ -105,10 +106,10 @@ class MixtureOfExperts:
         main.wait_stream(self._side_stream)
         return self._summed(y_TD, shared_TD)
 
-    def _summed(
-        self, y_TD: torch.Tensor, shared_TD: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._group.all_reduce(y_TD), self._group.all_reduce(shared_TD)
+    def _summed(self, y_TD: torch.Tensor, shared_TD: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if self._group.size == 1:
+            return y_TD, shared_TD
+        return (self._group.all_reduce((y_TD + shared_TD).to(shared_TD.dtype)),)
 
     def _routed(
         self, x: Rows, token_ids_T: torch.Tensor, padding_T1: torch.Tensor | None

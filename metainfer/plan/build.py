@@ -1,4 +1,4 @@
-"""Build: from Machine, Arch, settings and Capabilities to the Plan of a one-rank engine.
+"""Build: from Machine, Arch, settings and Capabilities to the Plan of an engine.
 
 Flags win, then what was measured, then the model, then defaults. What contradicts itself or does
 not fit is refused here, before anything is allocated, with the numbers and the flag to change.
@@ -28,6 +28,14 @@ from metainfer.plan.memory import Fixed, Sizes, fit_memory
 from metainfer.plan.pace import async_scheduling, decode_share, longest_prefill_s
 from metainfer.plan.plan import Origin, Plan, Value
 from metainfer.plan.proof import CacheProof
+from metainfer.plan.ranks import (
+    collectives,
+    rank_count,
+    rank_gpus,
+    refuse_code_of_others,
+    tensor_parallel_size,
+    threads_of_rank,
+)
 from metainfer.plan.settings import EngineSettings, Residency
 from metainfer.plan.tuning import Tuning, tuned_kernels
 
@@ -90,6 +98,8 @@ def build_plan(
     served = _Served(arch, settings, proof)
     device = _device(machine, served, capabilities)
     _refuse_contradictions(arch, settings)
+    ranks = tensor_parallel_size(arch, settings)
+    carried = collectives(target, ranks.value)
     formats = choose_formats(machine, arch, settings, capabilities, proof)
     residency, kernel_order = _residency(served, capabilities)
     batched_tokens = _flag("--max-num-batched-tokens", settings.max_num_batched_tokens) or Value(
@@ -98,7 +108,7 @@ def build_plan(
         "rows enough for large matrix products, few enough that others do not wait long",
     )
     draft_rows = Value(0, Origin.DEFAULT, "speculation is off")
-    cuda_graphs = graphs_switch(target.type, settings)
+    cuda_graphs = graphs_switch(target.type, settings, carried.value)
     fixed = Fixed(
         device_name=target.type,
         gpu=gpu_index(machine, settings, target),
@@ -108,7 +118,10 @@ def build_plan(
         batched_tokens=batched_tokens.value,
         draft_rows=draft_rows.value,
         captures=cuda_graphs.value == "on",
+        ranks=ranks.value,
     )
+    if target.type == "cuda":
+        rank_gpus(machine, fixed.gpu, fixed.ranks)  # says where they are too few
     sizes = fit_memory(machine, arch, settings, fixed)
     _refuse_more_than_there_is(machine, settings, fixed, sizes)
     return Plan(
@@ -119,8 +132,8 @@ def build_plan(
         shared_expert_stream=_shared_expert_stream(settings, target),
         cache_dtype=formats.cache_dtype,
         index_cache_dtype=formats.index_cache_dtype,
-        tensor_parallel_size=_flag("--tensor-parallel-size", settings.tensor_parallel_size)
-        or Value(1, Origin.DEFAULT, "this version runs one rank"),
+        tensor_parallel_size=ranks,
+        collectives=carried,
         max_model_len=sizes.max_model_len,
         max_num_seqs=sizes.max_num_seqs,
         max_num_batched_tokens=batched_tokens,
@@ -142,7 +155,7 @@ def build_plan(
         async_scheduling=async_scheduling(target.type, settings),
         decode_share=decode_share(settings),
         longest_prefill_s=longest_prefill_s(settings),
-        threads=_threads(machine, settings, target),
+        threads=threads_of_rank(_threads(machine, settings, target), ranks.value),
     )
 
 
@@ -165,7 +178,8 @@ class _Served:
         dtypes = cache_dtypes(self.settings, "bfloat16", self.proof)
         caches = cache_formats(arch, *(dtype.value for dtype in dtypes))
         activations = choose_activations(arch, self.settings, capabilities).value
-        layers = served_uses(arch, 1, "bfloat16", "bfloat16", activations, caches)
+        ranks = rank_count(self.settings)
+        layers = served_uses(arch, ranks, "bfloat16", "bfloat16", activations, caches)
         return tuple(dict.fromkeys(op.op for op in (*layers, *sampling_uses(arch.vocab_size))))
 
     def uncovered(self, capabilities: Capabilities) -> list[str]:
@@ -206,12 +220,8 @@ def _device(machine: Machine, served: _Served, capabilities: Capabilities) -> Va
 
 def _refuse_contradictions(arch: Arch, settings: EngineSettings) -> None:
     """What no machine could make right."""
-    ranks, length = settings.tensor_parallel_size, settings.max_model_len
-    if ranks is not None and ranks > 1:
-        raise UserError(
-            f"--tensor-parallel-size {ranks} asks for {ranks} ranks; this version runs one",
-            hint="leave it out",
-        )
+    length = settings.max_model_len
+    refuse_code_of_others(settings)
     if length is not None and length > arch.max_model_len:
         raise UserError(
             f"--max-model-len {length} is more than the {arch.max_model_len} tokens that"
@@ -234,6 +244,8 @@ def _refuse_more_than_there_is(
         total = machine.gpus[fixed.gpu].memory_bytes
     allocated = sizes.state_bytes.value + sizes.blocks_bytes.value + sizes.activation_bytes.value
     allocated += sizes.graphs_bytes.value
+    if fixed.device_name == "cpu":
+        allocated *= fixed.ranks
     if settings.num_blocks_override is None or isinstance(total, Unknown) or allocated <= total:
         return
     raise UserError(

@@ -15,6 +15,7 @@ from metainfer.ops.cache_formats import CacheFormats
 from metainfer.ops.kernel_order import COMPOSED, REFERENCE
 from metainfer.plan.ledger import activation_bytes, block_bytes, state_bytes
 from metainfer.plan.plan import Origin, Value
+from metainfer.plan.ranks import CAPTURABLE, NONE
 from metainfer.plan.settings import EngineSettings
 
 _FIRST_CONTEXT = 2048
@@ -54,8 +55,13 @@ def context_sizes(max_model_len: int) -> tuple[int, ...]:
     return (*sizes, max_model_len)
 
 
-def graphs_switch(device_name: str, settings: EngineSettings) -> Value[str]:
+def graphs_switch(
+    device_name: str, settings: EngineSettings, collectives: str = NONE
+) -> Value[str]:
     """Whether decode steps are captured: "on" or "off".
+
+    Args:
+        collectives: what carries those of several ranks.
 
     Raises UserError for flags that contradict each other or the device.
     """
@@ -73,6 +79,16 @@ def graphs_switch(device_name: str, settings: EngineSettings) -> Value[str]:
         return Value("off", Origin.DEFAULT, "a CPU has no graphs")
     if settings.enforce_eager:
         return Value("off", Origin.FLAG, "given with --enforce-eager")
+    if collectives not in CAPTURABLE:
+        if settings.cuda_graph_sizes:
+            raise UserError(
+                f"--cuda-graph-sizes: ranks that talk over {collectives} wait for each other on"
+                " the host, which no graph can do",
+                hint="leave it out",
+            )
+        return Value(
+            "off", Origin.DEFAULT, f"{collectives} waits on the host: no graph can hold it"
+        )
     slow = [name for name in (REFERENCE, COMPOSED) if name in (settings.kernel_order or "")]
     if slow:
         reason = f"the kernel order names {slow[0]}, which reads results on the host"
@@ -108,6 +124,7 @@ def graphs_bytes(
     compute_dtype: str,
     caches: CacheFormats,
     draft_rows: int,
+    ranks: int = 1,
 ) -> int:
     """What decode steps of fixed shapes take beside those of any shape: a spare slot and block,
     logits, and the graphs with the memory that they share."""
@@ -119,7 +136,9 @@ def graphs_bytes(
     if not captured:
         return fixed
     lists = lists_bytes({layer.ratio for layer in arch.layers}, most, longest)
-    step = activation_bytes(arch, most, most, BLOCK_TOKENS, compute_dtype, GRAPH_WORKSPACE_BYTES)
+    step = activation_bytes(
+        arch, most, most, BLOCK_TOKENS, compute_dtype, GRAPH_WORKSPACE_BYTES, ranks
+    )
     return fixed + step + lists + launches_bytes(len(rows) * len(contexts), len(arch.layers))
 
 

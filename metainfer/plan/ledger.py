@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 
 from metainfer.arch.cache_kinds import CacheKind, Scope, cache_kinds
 from metainfer.arch.manifest import MTP_PREFIX, TensorSpec, iterate
 from metainfer.arch.record import Arch, LayerKind
 from metainfer.arch.shape_of import shape_of_v4
+from metainfer.arch.split import rank_shape
 from metainfer.core.dtypes import DType
 from metainfer.ops.base import ELEMENT_BYTES
 from metainfer.ops.cache_formats import CacheFormats
 from metainfer.plan.settings import Residency
 from metainfer.plan.step_bytes import (
     attention_bytes,
+    exchange_bytes,
     experts_bytes,
     logits_bytes,
     step_widths,
@@ -40,10 +43,14 @@ _FP32_PARTS = (".compressor.", ".ffn.gate.", ".mlp.gate.", ".weights_proj.")
 _QUANTISED = (DType.F8_E4M3, DType.I8)
 
 
-def weights_bytes(arch: Arch, residency: str, compute_dtype: str) -> int:
-    """Memory of the weights of one rank; drafting blocks are not loaded."""
+def weights_bytes(arch: Arch, residency: str, compute_dtype: str, ranks: int = 1) -> int:
+    """Memory of the weights of one of `ranks` ranks; drafting blocks are not loaded."""
     return sum(
-        resident_bytes(spec, residency, ELEMENT_BYTES[compute_dtype])
+        resident_bytes(
+            replace(spec, shape=rank_shape(spec.name, spec.shape, ranks)),
+            residency,
+            ELEMENT_BYTES[compute_dtype],
+        )
         for spec in iterate(arch)
         if not spec.name.startswith(MTP_PREFIX)
     )
@@ -89,6 +96,7 @@ def activation_bytes(
     max_model_len: int,
     compute_dtype: str,
     workspace_bytes: int = KERNEL_WORKSPACE_BYTES,
+    ranks: int = 1,
 ) -> int:
     """Bound on what one step holds beside weights and cache.
 
@@ -97,14 +105,18 @@ def activation_bytes(
         num_seqs: sequences of a step at most; each has a row with logits.
         max_model_len: of the longest sequence.
         workspace_bytes: what the kernels of the device may take.
+        ranks: that divide heads, experts and head; the step is that of one of them.
     """
     size = ELEMENT_BYTES[compute_dtype]
-    widths = step_widths(shape_of_v4(arch))
+    widths = step_widths(shape_of_v4(arch), tensor=ranks, expert_slices=ranks)
     streams = stream_bytes(widths, rows, size)
+    sums = gathered = 0
+    if ranks > 1:
+        sums, gathered = exchange_bytes(widths, rows, size, min(rows, num_seqs))
     inner = max(
-        attention_bytes(widths, rows, size),
-        experts_bytes(widths, rows, size),
-        logits_bytes(arch.vocab_size, min(rows, num_seqs)),
+        attention_bytes(widths, rows, size) + sums,
+        experts_bytes(widths, rows, size) + sums,
+        logits_bytes(arch.vocab_size, min(rows, num_seqs)) + gathered,
     )
     decode = _decode_bytes(arch, min(rows, num_seqs), max_model_len)
     return streams + inner + decode + workspace_bytes

@@ -25,6 +25,7 @@ from metainfer.plan.ledger import (
     weights_bytes,
 )
 from metainfer.plan.plan import Origin, Value
+from metainfer.plan.ranks import rank_gpus
 from metainfer.plan.settings import EngineSettings
 
 # Other programs live in the host's memory too.
@@ -44,6 +45,7 @@ class Fixed:
     batched_tokens: int
     draft_rows: int
     captures: bool  # decode steps are captured as graphs
+    ranks: int = 1  # that share the model; all sizes are of one of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,7 @@ class Sizes:
 
 def fit_memory(machine: Machine, arch: Arch, settings: EngineSettings, fixed: Fixed) -> Sizes:
     """Raises UserError, with the amounts and the flag to change, for what does not fit."""
-    weights = weights_bytes(arch, fixed.residency, fixed.compute_dtype)
+    weights = weights_bytes(arch, fixed.residency, fixed.compute_dtype, fixed.ranks)
     fit = _Fit(arch, settings, fixed, _budget(machine, settings, fixed), weights)
     length, seqs = fit.length_and_seqs()
     blocks = fit.blocks(length.value, seqs.value)
@@ -77,7 +79,7 @@ def fit_memory(machine: Machine, arch: Arch, settings: EngineSettings, fixed: Fi
         weights_bytes=Value(
             fit.weights,
             Origin.MODEL,
-            f"all tensors of the checkpoint that are used, {fixed.residency}",
+            _weights_reason(fixed),
         ),
         state_bytes=Value(
             fit.state(seqs.value),
@@ -102,6 +104,11 @@ def fit_memory(machine: Machine, arch: Arch, settings: EngineSettings, fixed: Fi
             _graphs_reason(len(rows.value) * len(contexts.value), fixed.captures),
         ),
     )
+
+
+def _weights_reason(fixed: Fixed) -> str:
+    whole = f"all tensors of the checkpoint that are used, {fixed.residency}"
+    return whole if fixed.ranks == 1 else f"a rank's part of {whole}"
 
 
 def _graphs_reason(shapes: int, captures: bool) -> str:
@@ -132,6 +139,9 @@ def _budget(machine: Machine, settings: EngineSettings, fixed: Fixed) -> _Budget
         )
     amount = int(free * share)
     text = f"{format_bytes(amount)}, {100 * share:g}% of the {format_bytes(free)} that are free"
+    if fixed.ranks > 1 and fixed.device_name == "cpu":
+        amount //= fixed.ranks
+        text = f"{format_bytes(amount)} for each of {fixed.ranks} ranks, {text.partition(', ')[2]}"
     return _Budget(amount, text)
 
 
@@ -140,7 +150,8 @@ def _free_bytes(machine: Machine, fixed: Fixed) -> int | Unknown:
         return machine.memory.available_bytes
     if isinstance(machine.gpus, Unknown):
         return machine.gpus
-    return machine.gpus[fixed.gpu].free_bytes if machine.gpus else Unknown("no GPU is listed")
+    gpus = rank_gpus(machine, fixed.gpu, fixed.ranks)
+    return min(gpu.free_bytes for gpu in gpus) if gpus else Unknown("no GPU is listed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +177,7 @@ class _Fit:
             length,
             fixed.compute_dtype,
             KERNEL_WORKSPACE_BYTES if on_cpu else GPU_WORKSPACE_BYTES,
+            fixed.ranks,
         )
 
     def graph_shapes(
@@ -188,6 +200,7 @@ class _Fit:
             compute_dtype=fixed.compute_dtype,
             caches=fixed.caches,
             draft_rows=fixed.draft_rows,
+            ranks=fixed.ranks,
         )
 
     def needed(self, length: int, seqs: int) -> int:

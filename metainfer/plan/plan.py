@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import Any, Generic, TypeVar
 
@@ -39,10 +39,10 @@ class Value(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The choices of a one-rank engine. Bytes are bytes, lengths are tokens.
+    """The choices of an engine. Bytes are bytes of one rank, lengths are tokens.
 
     Attributes:
-        device: "cpu", or such as "cuda:0".
+        device: "cpu", or such as "cuda:0"; of several ranks that of the first (`of_rank`).
         code_for: the older GPU whose code runs there, such as "sm_89"; else "native".
         compute_dtype: "float32" or "bfloat16": activations and matrix products.
         activations: "plain", or "fp8": rounded to e4m3 groups before products with quantised
@@ -50,7 +50,8 @@ class Plan:
         shared_expert_stream: "on": the shared expert runs on a stream beside the routed ones.
         cache_dtype: format of the caches of latents and entries, "float32", "bfloat16" or "fp8".
         index_cache_dtype: format of index keys: one of these, or "fp4".
-        tensor_parallel_size: ranks that share the model (1 here).
+        tensor_parallel_size: ranks that share the model.
+        collectives: what carries their sums (`plan.ranks`).
         max_model_len: longest sequence, prompt and output together.
         max_num_seqs: sequences that run at once; each owns one state slot.
         max_num_batched_tokens: rows per step; longer prompts are prefilled in chunks.
@@ -70,7 +71,7 @@ class Plan:
         async_scheduling: "on": a step is launched before results of the one before are read.
         decode_share: share of the time for steps of decoding alone while prompts wait.
         longest_prefill_s: seconds that a step with rows of prompts may take while others decode.
-        threads: CPU threads of one step (0 on an accelerator).
+        threads: CPU threads of one step on one rank (0 on an accelerator).
     """
 
     device: Value[str]
@@ -81,6 +82,7 @@ class Plan:
     cache_dtype: Value[str]
     index_cache_dtype: Value[str]
     tensor_parallel_size: Value[int]
+    collectives: Value[str]
     max_model_len: Value[int]
     max_num_seqs: Value[int]
     max_num_batched_tokens: Value[int]
@@ -108,6 +110,14 @@ class Plan:
         """Format of the caches that hold plain numbers, or would."""
         dtypes = (self.cache_dtype, self.index_cache_dtype, self.compute_dtype)
         return plain_dtype(*(dtype.value for dtype in dtypes))
+
+    def of_rank(self, rank: int) -> Plan:
+        """As one rank reads it: with its own device."""
+        kind, _, first = self.device.value.partition(":")
+        if not first or rank == 0:
+            return self
+        device = replace(self.device, value=f"{kind}:{int(first) + rank}")
+        return replace(self, device=device)
 
     def items(self) -> Iterator[tuple[str, Value[Any]]]:
         for f in fields(self):

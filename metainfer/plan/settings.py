@@ -34,7 +34,7 @@ class LoadFormat(StrEnum):
 DTYPES = ("float32", "bfloat16")
 ACTIVATIONS = ("plain", "fp8")
 SWITCH = ("on", "off")
-_FP8_NAMES = ("fp8_e4m3", "fp8_ds_mla")  # of SGLang, and of vLLM for these models
+FP8_NAMES = ("fp8_e4m3", "fp8_ds_mla")  # of SGLang, and of vLLM for these models
 
 
 def parse_overrides(text: str) -> dict[str, Any]:
@@ -99,8 +99,8 @@ class EngineSettings:
         "--kv-cache-dtype",
         "Format of the caches of latents and compressed entries; fp8 keeps the bytes that the"
         " released models were trained with",
-        choices=(*LATENT_DTYPES, *_FP8_NAMES),
-        parse=lambda text: "fp8" if text in _FP8_NAMES else text,
+        choices=(*LATENT_DTYPES, *FP8_NAMES),
+        parse=lambda text: "fp8" if text in FP8_NAMES else text,
     )
     index_cache_dtype: str | None = flag(
         "--index-cache-dtype",
@@ -116,7 +116,7 @@ class EngineSettings:
     )
     tensor_parallel_size: int | None = flag(
         "--tensor-parallel-size",
-        "Ranks that share the model; this version runs one",
+        "Ranks that share the model: processes on the CPU, or one on each GPU",
         aliases=("-tp", "--tp-size", "--tp"),
         unit="ranks",
     )

@@ -102,6 +102,17 @@ def experts_bytes(widths: StepWidths, rows: int, size: int) -> int:
     return max(most * per_choice + rows * per_row, dense)
 
 
+def exchange_bytes(widths: StepWidths, rows: int, size: int, sampled: int) -> tuple[int, int]:
+    """What ranks hold to exchange sums of rows, with a copy in fp32 in which they are made, and
+    parts of logits that are gathered and then laid in order.
+
+    Args:
+        sampled: rows that are sampled.
+    """
+    logits = max(sampled * widths.vocab * 4, PROMPT_LOGITS_BYTES, widths.vocab * 4)
+    return rows * widths.hidden * (size + 4), 2 * logits
+
+
 def logits_bytes(vocab: int, rows: int) -> int:
     """Logits of sampled rows with what sampling makes of them (a changed copy, scaled ones, weights
     of 8 bytes), or a slice of prompt rows with its log-probabilities."""

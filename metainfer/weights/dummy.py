@@ -16,7 +16,7 @@ import torch
 
 from metainfer.arch.manifest import MTP_PREFIX, TensorSpec, iterate
 from metainfer.arch.record import Arch
-from metainfer.arch.split import check_split, rank_shape, split_dimension
+from metainfer.arch.split import check_split, rank_shape, rank_share, split_dimension
 from metainfer.core.dtypes import DType
 from metainfer.weights.index import CheckpointIndex, TensorEntry
 from metainfer.weights.load import Checkpoint, LoadProgress
@@ -72,7 +72,8 @@ class DummyCheckpoint(Checkpoint):
             drawn = self._draw(specs[start : start + at_once])
             dimension = split_dimension(first.name)
             if dimension is not None and self.size > 1:
-                drawn = drawn.narrow(dimension + 1, self.rank * shape[dimension], shape[dimension])
+                share = rank_share(first.shape[dimension], self.rank, self.size)
+                drawn = drawn.narrow(dimension + 1, *share)
             if stack is None:
                 stack = torch.empty((len(specs), *shape), dtype=drawn.dtype, device=device)
             stack[start : start + at_once].copy_(drawn)

@@ -12,7 +12,7 @@ import torch
 
 from metainfer.arch.manifest import MTP_PREFIX
 from metainfer.arch.record import Arch
-from metainfer.arch.split import check_split, rank_shape, split_dimension
+from metainfer.arch.split import check_split, rank_shape, rank_share, split_dimension
 from metainfer.core.errors import CheckpointError
 from metainfer.weights.formats import DenseWeight, Fp4GroupWeight, Fp8BlockWeight, Weight
 from metainfer.weights.index import CheckpointIndex, TensorEntry
@@ -107,8 +107,8 @@ class Checkpoint:
             self._on_progress(self._bytes_done, self._bytes_in_all)
         dimension = split_dimension(name)
         if dimension is not None and self.size > 1:
-            share = whole.shape[dimension] // self.size
-            whole = whole.narrow(dimension, self.rank * share, share).contiguous()
+            first, share = rank_share(whole.shape[dimension], self.rank, self.size)
+            whole = whole.narrow(dimension, first, share).contiguous()
         return whole if dtype is None else whole.to(dtype)
 
     def weight(self, prefix: str) -> Weight:

@@ -206,11 +206,28 @@ def test_slices_of_all_ranks_make_the_whole(divisible: Path, size: int) -> None:
     assert num_divided == arch.num_layers * (7 + 6 * (arch.num_experts + 1)) + 1
 
 
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose ranks have parts of blocks of scales."""
+    config = tiny_quantised_config(
+        head_dim=64,
+        qk_rope_head_dim=32,
+        o_groups=4,
+        n_routed_experts=2,
+        num_hidden_layers=3,
+        compress_ratios=[0, 4, 128],
+        num_nextn_predict_layers=0,
+    )
+    return write_checkpoint(tmp_path_factory.mktemp("narrow") / "model", config, seed=1)
+
+
 @pytest.mark.parametrize("size", [2, 4])
-def test_slices_dequantise_to_slices(divisible: Path, size: int) -> None:
-    arch = read_arch(divisible)
-    whole = Checkpoint.open(divisible, arch)
-    ranks = [Checkpoint.open(divisible, arch, rank=rank, size=size) for rank in range(size)]
+@pytest.mark.parametrize("name", ["divisible", "narrow"])
+def test_slices_dequantise_to_slices(request: pytest.FixtureRequest, name: str, size: int) -> None:
+    directory = request.getfixturevalue(name)
+    arch = read_arch(directory)
+    whole = Checkpoint.open(directory, arch)
+    ranks = [Checkpoint.open(directory, arch, rank=rank, size=size) for rank in range(size)]
     for prefix, dimension in (
         ("layers.1.attn.wq_b", 0),
         ("layers.1.attn.wo_a", 0),
@@ -243,8 +260,8 @@ def test_plain_matrices_are_divided_by_columns_too(tiny: Path) -> None:
 
 
 def test_sizes_that_do_not_divide_are_refused_first(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="width of the shared expert: 128 / 2 = 64"):
-        Checkpoint.open(tmp_path / "nowhere", tiny_quantised_arch(), size=2)
+    with pytest.raises(UserError, match="attention heads: 4 is not a multiple of 3"):
+        Checkpoint.open(tmp_path / "nowhere", tiny_quantised_arch(), size=3)
 
 
 # ---- formats that say themselves what they are

@@ -13,7 +13,7 @@ import torch
 
 from metainfer.arch.cache_kinds import BLOCK_TOKENS, Kind, Scope, cache_kinds
 from metainfer.arch.record import Arch
-from metainfer.comm.group import Solo
+from metainfer.comm.group import Group, Solo
 from metainfer.kernels.builtin import builtin_registry
 from metainfer.kernels.registry import Registry
 from metainfer.models.deepseek_v4 import DeepseekV4
@@ -40,17 +40,20 @@ def load_model(
     registry: Registry | None = None,
     activations: str = "plain",
     caches: CacheFormats = FP32_CACHES,
+    group: Group | None = None,
 ) -> DeepseekV4:
-    """The checkpoint in `directory` on the CPU, one rank, with the backends of this package or of
-    `registry`."""
-    with Checkpoint.open(directory, arch) as checkpoint:
+    """The checkpoint in `directory` on the CPU, as a rank of `group`, with the backends of this
+    package or of `registry`."""
+    group = group or Solo()
+    opened = Checkpoint.open(directory, arch, rank=group.rank, size=group.size)
+    with opened as checkpoint:
         return DeepseekV4(
             arch,
             checkpoint,
             registry=registry or builtin_registry(),
             target=Target("cpu"),
             kernel_order=kernel_order,
-            group=Solo(),
+            group=group,
             device=CPU,
             compute_dtype=compute_dtype,
             stream_dtype=stream_dtype,

@@ -122,9 +122,17 @@ def test_v4_flash_over_8_ranks() -> None:
         (3, {}, "attention heads: 8 is not a multiple of 3"),
         (2, {"o_groups": 1}, "output groups: 1 is not a multiple of 2"),
         (2, {"vocab_size": 511}, "vocabulary rows: 511 is not a multiple of 2"),
-        (4, {"o_groups": 4}, "width of the shared expert: 128 / 4 = 32 is not a multiple of 128"),
+        (
+            4,
+            {"o_groups": 4, "moe_intermediate_size": 384, "expert_dtype": "fp8"},
+            "width of the shared expert: 384 / 4 = 96 is not a multiple of 128 nor an even part",
+        ),
         (8, {"o_groups": 8}, "width of the routed experts: 128 / 8 = 16 is not a multiple of 32"),
-        (8, {"o_groups": 8, "head_dim": 64}, "rows of wq_b: 512 / 8 = 64 is not a multiple of 128"),
+        (
+            8,
+            {"o_groups": 8, "head_dim": 96},
+            "rows of wq_b: 768 / 8 = 96 is not a multiple of 128 nor an even part",
+        ),
     ],
 )
 def test_sizes_that_do_not_divide(size: int, changes: dict[str, Any], expected: str) -> None:

@@ -1,0 +1,80 @@
+"""Ranks: how many share a model, on which devices, and what carries their collectives."""
+
+from __future__ import annotations
+
+from metainfer.arch.record import Arch
+from metainfer.arch.split import check_split
+from metainfer.core.errors import UserError
+from metainfer.hardware.machine import Gpu, Machine, Unknown
+from metainfer.ops.base import Target
+from metainfer.plan.plan import Origin, Value
+from metainfer.plan.settings import EngineSettings
+
+NONE, GLOO, HOST_MEMORY, NCCL = "none", "gloo", "host memory", "nccl"
+"""What carries collectives; NONE: there are none."""
+
+CAPTURABLE = frozenset({NONE, NCCL})
+"""Whose collectives may stand in a CUDA graph: they run on the GPU's stream, and no host waits."""
+
+
+def rank_count(settings: EngineSettings) -> int:
+    return settings.tensor_parallel_size or 1
+
+
+def tensor_parallel_size(arch: Arch, settings: EngineSettings) -> Value[int]:
+    """Raises UserError where so many ranks cannot divide the model."""
+    given = settings.tensor_parallel_size
+    if given is None:
+        return Value(1, Origin.DEFAULT, "one rank unless more are asked for")
+    check_split(arch, given)
+    return Value(given, Origin.FLAG, "given with --tensor-parallel-size")
+
+
+def collectives(target: Target, ranks: int) -> Value[str]:
+    """What carries the collectives of ranks of one host."""
+    if ranks == 1:
+        return Value(NONE, Origin.DEFAULT, "one rank has nobody to talk to")
+    if target.type == "cuda":
+        return Value(NCCL, Origin.DEFAULT, "runs on the GPU's own stream, inside of graphs too")
+    return Value(GLOO, Origin.DEFAULT, "moves sums between processes of one host")
+
+
+def rank_gpus(machine: Machine, first: int, ranks: int) -> tuple[Gpu, ...]:
+    """The GPUs of all ranks: rank r has the machine's GPU `first` + r.
+
+    Raises UserError where there are too few, or where they run different code.
+    """
+    gpus: tuple[Gpu, ...] = () if isinstance(machine.gpus, Unknown) else machine.gpus
+    chosen = gpus[first : first + ranks]
+    if ranks > 1 and len(chosen) < ranks:
+        after = "" if first == 0 else f" from cuda:{first} on"
+        raise UserError(
+            f"--tensor-parallel-size {ranks} asks for {ranks} GPUs, and there are"
+            f" {len(chosen)}{after}",
+            hint="give fewer ranks, or --device cpu to run them all on the processor",
+        )
+    odd = next((gpu for gpu in chosen if gpu.capability != chosen[0].capability), None)
+    if odd is not None:
+        raise UserError(
+            f"{chosen[0].name} and {odd.name} would share a model, and their code differs",
+            hint="choose GPUs of one kind with --device",
+        )
+    return chosen
+
+
+def refuse_code_of_others(settings: EngineSettings) -> None:
+    """Code of another card is tried on one GPU."""
+    if rank_count(settings) > 1 and settings.code_for is not None:
+        raise UserError(
+            f"--as {settings.code_for} tries another card's code on one GPU, and"
+            f" --tensor-parallel-size asks for {rank_count(settings)} ranks",
+            hint="leave one of them out",
+        )
+
+
+def threads_of_rank(threads: Value[int], ranks: int) -> Value[int]:
+    """Threads of a step, divided over the ranks of one host."""
+    if ranks == 1 or threads.value == 0:
+        return threads
+    each = max(1, threads.value // ranks)
+    return Value(each, threads.origin, f"{threads.reason}; {threads.value} over {ranks} ranks")
