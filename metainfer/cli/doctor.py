@@ -50,7 +50,8 @@ class DoctorOptions:
     )
     matrix: bool = flag(
         "--matrix",
-        "Print what this engine does with the model, feature by feature, and stop",
+        "Print what this engine does with the model, feature by feature, and which layouts of the"
+        " cards it and others run, and stop",
         False,
     )
     log: str | None = flag(
@@ -110,20 +111,29 @@ def run(terminal: Terminal, options: DoctorOptions) -> int:
 
 def _matrix(terminal: Terminal, options: DoctorOptions) -> int:
     from metainfer.arch.shape_of import read_shape
-    from metainfer.cli.doctor_text import matrix_text
+    from metainfer.cli.doctor_text import layouts_text, matrix_text, record_of_matrix
+    from metainfer.doctor.estimate import gpus_of
+    from metainfer.doctor.layout_matrix import idle_flags, layout_rows
     from metainfer.doctor.matrix import matrix
     from metainfer.hardware.known import machine_of
 
     assert options.model is not None
-    cells = matrix(read_shape(options.model), machine_of(options.machine))
+    shape, machine = read_shape(options.model), machine_of(options.machine)
+    cells = (*matrix(shape, machine), *idle_flags(shape, machine))
+    rows = layout_rows(shape, machine)
     if options.json:
-        rows = [
-            {"feature": c.feature, "flag": c.flag, "state": str(c.state), "why": c.why}
-            for c in cells
-        ]
-        terminal.data(json.dumps(rows, indent=2))
-    else:
-        terminal.data(matrix_text(cells))
+        record = {
+            "version": SCHEMA_VERSION,
+            "kind": "support matrix",
+            "machine": {"name": options.machine, "gpus": [gpu.name for gpu in gpus_of(machine)]},
+            "model": shape.name,
+            **record_of_matrix(cells, rows),
+        }
+        terminal.data(json.dumps(record, indent=2))
+        return 0
+    terminal.data(matrix_text(cells))
+    if rows:
+        terminal.data(f"\n{layouts_text(rows)}")
     return 0
 
 

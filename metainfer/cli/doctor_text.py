@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from metainfer.doctor.finding import Check, Finding, Level
-from metainfer.doctor.matrix import Cell
+from metainfer.doctor.layout_matrix import Row
+from metainfer.doctor.matrix import Cell, State
 
 _WIDTH = 100
 _LABELS = {Level.FAIL: "FAIL", Level.WARN: "WARN", Level.UNKNOWN: "UNKNOWN", Level.OK: "ok"}
@@ -52,6 +53,27 @@ def matrix_text(cells: Sequence[Cell]) -> str:
     return "\n".join(lines)
 
 
+def layouts_text(rows: Sequence[Row]) -> str:
+    """A line a layout: both verdicts, and what to expect or why not; then why of what is not
+    expected from memory or rates."""
+    width = max(len("layout"), *(len(row.layout) for row in rows))
+    lines = [f"{'layout'.ljust(width)}  this engine  vLLM, SGLang  what to expect, or why not"]
+    whys: dict[str, list[str]] = {}
+    for row in rows:
+        (own, own_why), (others, why) = row.own, row.others
+        head = f"{row.layout.ljust(width)}  {own:<11}  {others:<12}  "
+        text = row.expected or why
+        if own_why not in (why, text) and own is not State.WORKS:
+            if own is State.PLANNED:
+                whys.setdefault(own_why, []).append(row.layout)
+            else:
+                text += f"; this engine: {own_why}"
+        lines += _wrapped(text, head, " " * len(head))
+    for reason, names in whys.items():
+        lines += ["", *_wrapped(f"this engine, {', '.join(names)}: {reason}", "", "  ")]
+    return "\n".join(lines)
+
+
 def record_of_finding(one: Finding) -> dict[str, Any]:
     """For `--json`."""
     return {
@@ -62,6 +84,25 @@ def record_of_finding(one: Finding) -> dict[str, Any]:
         "matters": one.matters,
         "fix": one.fix,
         "source": one.source,
+    }
+
+
+def record_of_matrix(cells: Iterable[Cell], rows: Iterable[Row]) -> dict[str, Any]:
+    """For `--matrix --json`."""
+    return {
+        "features": [
+            {"feature": c.feature, "flag": c.flag, "state": str(c.state), "why": c.why}
+            for c in cells
+        ],
+        "layouts": [
+            {
+                "layout": row.layout,
+                "own": {"state": str(row.own[0]), "why": row.own[1]},
+                "others": {"state": str(row.others[0]), "why": row.others[1]},
+                "expected": row.expected,
+            }
+            for row in rows
+        ],
     }
 
 

@@ -87,6 +87,7 @@ class Note:
     Attributes:
         families: of models; () for all, and for none.
         heads: of attention on one rank, of some layout that there are cards for; () for any.
+        flag: of another engine, which it takes without effect; "" where the note is of none.
     """
 
     check: str
@@ -99,6 +100,7 @@ class Note:
     matters: str
     fix: str
     source: str
+    flag: str = ""
 
 
 def parts(version: str) -> tuple[int, ...]:
@@ -149,6 +151,7 @@ def read_notes() -> tuple[Note, ...]:
             row.get("matters", ""),
             row.get("fix", ""),
             row["source"],
+            row.get("flag", ""),
         )
         for row in _read("notes.toml")["note"]
     )

@@ -51,11 +51,13 @@ def test_a_machine_alone_a_card_without_kernels_and_none():
 def test_lists():
     listed = metainfer("doctor", "--list")
     assert listed.code == 0 and all(check.name in listed.out for check in all_checks())
-    cells = json.loads(metainfer("doctor", "pebble", "--matrix", "--json").out)
+    told = json.loads(metainfer("doctor", "pebble", "--matrix", "--json").out)
     assert {"feature": "images", "flag": "", "state": "no effect",
-            "why": "the model has no image tower"} in cells  # fmt: skip
-    text = metainfer("doctor", "pebble", "--matrix").out
-    assert max(map(len, text.splitlines())) <= 100
+            "why": "the model has no image tower"} in told["features"]  # fmt: skip
+    assert told["kind"] == "support matrix" and told["layouts"] == []  # no card is here
+    ran = metainfer("doctor", "deepseek-v4.1-flash", "--matrix", "--machine", "rtx-6000d-x8")
+    assert max(map(len, ran.out.splitlines())) <= 100
+    assert "TP8 EP8" in ran.out and "--enable-dp-attention (SGLang)" in ran.out
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from metainfer.doctor.known import Note, read_notes
 
 def notes(patient: Patient) -> Iterator[Finding]:
     for note in read_notes():
-        if _counts(note, patient):
+        if counts(note, patient):
             yield Finding(
                 note.check,
                 Level(note.level),
@@ -23,7 +23,8 @@ def notes(patient: Patient) -> Iterator[Finding]:
             )
 
 
-def _counts(note: Note, patient: Patient) -> bool:
+def counts(note: Note, patient: Patient) -> bool:
+    """Whether a note is about such a machine with such a model."""
     if not note.cards.among(patient.machine):
         return False
     shape = patient.shape
