@@ -11,7 +11,7 @@ from metainfer.kernels.registry import Registry
 from metainfer.nn.attention import Attention
 from metainfer.nn.builder import LayerBuilder
 from metainfer.nn.cache import CacheStorage
-from metainfer.nn.hyper import HyperConnection, HyperHead
+from metainfer.nn.hyper import HyperConnection, HyperHead, Streams, WrittenStreams
 from metainfer.nn.inputs import DecodeInputs, StepInputs
 from metainfer.nn.linear import dense_fp32
 from metainfer.nn.moe import MixtureOfExperts
@@ -31,16 +31,14 @@ class DecoderLayer:
         self._around_experts = HyperConnection(build, f"{prefix}.hc_ffn", f"{prefix}.ffn_norm")
         self._experts = MixtureOfExperts(build, layer)
 
-    def __call__(
-        self, streams_TSD: torch.Tensor, step: StepIndex, cache: CacheStorage
-    ) -> torch.Tensor:
-        """The streams of the rows that go on."""
-        streams_TSD = self._around_attention(
-            streams_TSD, lambda x: (self._attention(x, step, cache),), step.wanted_rows_W
+    def __call__(self, streams: Streams, step: StepIndex, cache: CacheStorage) -> Streams:
+        """The streams of the rows that go on. Takes the argument's."""
+        streams = self._around_attention(
+            streams, lambda x: (self._attention(x, step, cache),), step.wanted_rows_W
         )
         token_ids_T = step.wanted(step.token_ids_T)
         return self._around_experts(
-            streams_TSD, lambda x: self._experts(x, token_ids_T, step.padding_T1)
+            streams, lambda x: self._experts(x, token_ids_T, step.padding_T1)
         )
 
 
@@ -105,6 +103,7 @@ class DeepseekV4:
         )
         self._embed_VD = build.tensor("embed.weight")
         self._layers = [DecoderLayer(build, layer) for layer in arch.layers]
+        self._written = WrittenStreams(build)
         self._collapse = HyperHead(build, "hc_head", "norm")
         self._head = dense_fp32(build, ["head.weight"])
         self._indexer = StepIndexer(build, draft_rows)
@@ -126,12 +125,12 @@ class DeepseekV4:
                 raise MetainferError(f"the cache keeps {word} as {has}, the model as {wants}")
         step = self._index(inputs, cache)
         embedded_TD = self._embed_VD.index_select(0, inputs.token_ids_T).to(self._stream_dtype)
-        streams_TSD = embedded_TD.unsqueeze(1).repeat(1, self._num_streams, 1)
+        streams = Streams(embedded_TD.unsqueeze(1).repeat(1, self._num_streams, 1))
         for layer in self._layers[:-1]:
-            streams_TSD = layer(streams_TSD, step, cache)
+            streams = layer(streams, step, cache)
         if isinstance(inputs, StepInputs):
             step = self._indexer.last_layer(step, inputs)
-        return self._layers[-1](streams_TSD, step, cache)
+        return self._written(self._layers[-1](streams, step, cache))
 
     def _index(self, inputs: StepInputs | DecodeInputs, cache: CacheStorage) -> StepIndex:
         if isinstance(inputs, StepInputs):

@@ -15,7 +15,7 @@ from metainfer.core.errors import UserError
 from metainfer.ops.attention import DENSE, AttentionCase, MergeCase
 from metainfer.ops.cache import CacheReadCase, CacheWriteCase
 from metainfer.ops.compress import CompressCase
-from metainfer.ops.hc import HyperCase
+from metainfer.ops.hc import ExpandMixFp8Case, HyperCase
 from metainfer.ops.index import IndexCase
 from metainfer.ops.index_codes import IndexEncodeCase, IndexWriteCase
 from metainfer.ops.norm import AddRmsNormCase, RmsNormCase, RmsNormFp8Case
@@ -115,6 +115,9 @@ class _Listing:
             for op in ("hc.mix_shifted",) if shifted else ("hc.mix", "hc.mix_norm"):
                 uses.add(op, streams)
             uses.add("hc.expand", streams)
+            if not shifted:
+                group, scale = side.activation_group, side.activation_scale
+                uses.add("hc.expand_mix_fp8", ExpandMixFp8Case(streams, group, scale))
         self._norm(side.hidden_size, adds=streams is None, normed=True)
 
     def _norm(self, width: int, adds: bool = False, normed: bool = False) -> None:

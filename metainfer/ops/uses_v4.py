@@ -18,7 +18,7 @@ from metainfer.ops.attention import AttentionCase
 from metainfer.ops.cache import DENSE, CacheReadCase, CacheWriteCase
 from metainfer.ops.cache_formats import FP32_CACHES, CacheFormats
 from metainfer.ops.compress import CompressCase
-from metainfer.ops.hc import HyperCase
+from metainfer.ops.hc import ExpandMixFp8Case, HyperCase
 from metainfer.ops.index import IndexCase
 from metainfer.ops.index_codes import IndexEncodeCase, IndexWriteCase
 from metainfer.ops.linear import (
@@ -121,6 +121,8 @@ class _Listing:
 
     def head(self) -> None:
         arch = self._arch
+        if self._rounds(arch.hidden_size):
+            self.uses.add("hc.expand", self._streams)
         self.uses.add("hc.head", self._streams)
         self._norm(arch.hidden_size)
         self._dense_fp32(arch.vocab_size // self._ranks)
@@ -133,9 +135,13 @@ class _Listing:
         self.uses.add("step.index_decode", case, (DECODE,))
 
     def _sublayer(self) -> None:
+        if self._rounds(self._arch.hidden_size):
+            joined = ExpandMixFp8Case(self._streams, *self._rounding)
+            self.uses.add("hc.expand_mix_fp8", joined)
+            return
         self.uses.add("hc.mix", self._streams)
         self.uses.add("hc.expand", self._streams)
-        self._norm(self._arch.hidden_size, coded=self._rounds(self._arch.hidden_size))
+        self._norm(self._arch.hidden_size)
 
     def _attention(self, layer: LayerArch) -> None:
         arch, dtype, heads, uses = self._arch, self._dtype, self._heads, self.uses
