@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from metainfer.kernels.gpu.code_cache import CUBIN, PTX, code_of
 from metainfer.kernels.gpu.compilations import Compilations
 from metainfer.kernels.gpu.driver import Driver
-from metainfer.kernels.gpu.program import CudaUnit
+from metainfer.kernels.gpu.program import CudaKernel, CudaUnit, unit_of
 
 
 class Programs:
@@ -37,28 +37,47 @@ class Programs:
         self._driver = driver
         self._kind = PTX if portable else CUBIN
         self._functions: dict[tuple[int, CudaUnit], int] = {}
+        # The same by what a start says, in the order in which it says it: to sort it, and to make a
+        # unit, takes longer than to start it.
+        self._started: dict[tuple[Any, ...], int] = {}
 
-    def start(self, unit: CudaUnit, grid: Sequence[int], arguments: Sequence[Any]) -> None:
+    def start(
+        self,
+        kernel: CudaKernel,
+        shared_bytes: int,
+        constants: Mapping[str, int],
+        grid: Sequence[int],
+        arguments: Sequence[Any],
+    ) -> None:
         """As `Launcher.cuda` describes the arguments."""
         if self._driver is None:
             self._driver = Driver()
         stream = torch.cuda.current_stream()
-        key = stream.device_index, unit
-        self._driver.enter(stream.device_index)
-        if key not in self._functions:
-            code = code_of(unit, self._capability, self._kind)
-            function = self._driver.load(code, unit.name)
-            self._driver.allow_shared(function, unit.shared_bytes)
-            self._functions[key] = function
-            self._compilations.note(unit.name, unit.facts())
+        device = stream.device_index
+        self._driver.enter(device)
+        key = device, kernel.entry, kernel.threads, kernel.folder, shared_bytes, *constants.items()
+        function = self._started.get(key)
+        if function is None:
+            unit = unit_of(kernel, shared_bytes, constants)
+            function = self._started[key] = self._load(self._driver, device, unit)
         self._driver.launch(
-            self._functions[key],
+            function,
             grid,
-            unit.kernel.threads,
-            unit.shared_bytes,
+            kernel.threads,
+            shared_bytes,
             stream.cuda_stream,
             [_packed(argument) for argument in arguments],
         )
+
+    def _load(self, driver: Driver, device: int, unit: CudaUnit) -> int:
+        """`unit` on the current device, from the first start on."""
+        if (device, unit) not in self._functions:
+            code = code_of(unit, self._capability, self._kind)
+            function = driver.load(code, unit.name)
+            driver.allow_shared(function, unit.shared_bytes)
+            self._functions[device, unit] = function
+            self._compilations.note(unit.name, unit.facts())
+        return self._functions[device, unit]
 
 
 def _packed(argument: Any) -> Any:

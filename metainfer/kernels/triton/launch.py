@@ -17,8 +17,9 @@ import torch
 import triton
 
 from metainfer.kernels.gpu.compilations import Compilations
-from metainfer.kernels.gpu.program import CudaKernel, unit_of
+from metainfer.kernels.gpu.program import CudaKernel
 from metainfer.kernels.gpu.run import Programs
+from metainfer.kernels.triton.started import Starts, key_of
 
 Grid = tuple[int, ...]
 
@@ -115,6 +116,7 @@ class JitLauncher:
         self.multiprocessors = multiprocessors
         self._compilations = compilations or Compilations()
         self._programs = Programs(capability, self._compilations)
+        self._starts = Starts()
         self._started: set[int] = set()  # ids of compiled kernels, which Triton keeps
 
     def __call__(
@@ -128,11 +130,18 @@ class JitLauncher:
     ) -> None:
         if 0 in grid:
             return
-        options = {"num_warps": num_warps, "num_stages": num_stages, **constants}
-        started = kernel[grid](*arguments, **options)
-        if started is not None and id(started) not in self._started:
+        constants["num_warps"], constants["num_stages"] = num_warps, num_stages
+        key = None if self.interpreted else key_of(kernel, arguments, constants)
+        if key is not None and self._starts.again(key, grid, arguments):
+            return
+        started = kernel[grid](*arguments, **constants)
+        if started is None:
+            return
+        if key is not None:
+            self._starts.keep(key, kernel, arguments, constants, started)
+        if id(started) not in self._started:
             self._started.add(id(started))
-            self._compilations.note(kernel.__name__, facts_of(kernel, arguments, options))
+            self._compilations.note(kernel.__name__, facts_of(kernel, arguments, constants))
 
     def cuda(
         self,
@@ -143,8 +152,7 @@ class JitLauncher:
         **constants: int,
     ) -> None:
         if 0 not in grid:
-            unit = unit_of(kernel, shared_bytes, constants)
-            self._programs.start(unit, grid, arguments)
+            self._programs.start(kernel, shared_bytes, constants, grid, arguments)
 
 
 def facts_of(kernel: Any, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, str]:

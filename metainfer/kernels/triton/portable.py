@@ -11,18 +11,18 @@ from __future__ import annotations
 import ctypes
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from metainfer.core.errors import MetainferError
-from metainfer.kernels.gpu import program
 from metainfer.kernels.gpu.compilations import Compilations
 from metainfer.kernels.gpu.driver import Driver
 from metainfer.kernels.gpu.program import CudaKernel
 from metainfer.kernels.gpu.run import Programs
 from metainfer.kernels.triton.launch import Grid, shared_limit
 from metainfer.kernels.triton.record import CompileUnit, unit_of
+from metainfer.kernels.triton.started import Key, key_of, takes_values
 from metainfer.ops.targets import check_portable
 
 _THREADS_PER_WARP = 32
@@ -56,6 +56,19 @@ class Loaded:
     shared_bytes: int
 
 
+class Started(NamedTuple):
+    """What a launch of known arguments (`started.key_of`) runs.
+
+    Attributes:
+        kernel: kept, so that no other gets its id, which is in the key.
+        places: of the arguments that the function takes.
+    """
+
+    kernel: Any
+    loaded: Loaded
+    places: tuple[int, ...]
+
+
 class PtxLauncher:
     """Starts kernels as code for `capability` on the current CUDA device.
 
@@ -85,6 +98,7 @@ class PtxLauncher:
             multiprocessors = torch.cuda.get_device_properties().multi_processor_count
         self.multiprocessors = multiprocessors
         self._loaded: dict[tuple[int, CompileUnit], Loaded] = {}
+        self._started: dict[tuple[int, Key], Started] = {}
         self._compilations = compilations or Compilations()
         self._programs = Programs(capability, self._compilations, self._driver, portable=True)
 
@@ -99,24 +113,36 @@ class PtxLauncher:
     ) -> None:
         if 0 in grid:
             return
-        constants.update(num_warps=num_warps, num_stages=num_stages)
-        unit, runtime = unit_of(kernel, arguments, constants)
+        constants["num_warps"], constants["num_stages"] = num_warps, num_stages
         stream = torch.cuda.current_stream()
         device = stream.device.index
         self._driver.enter(device)
-        loaded = self._loaded.get((device, unit))
-        if loaded is None:
-            loaded = self._loaded[device, unit] = load(self._driver, unit, self.capability)
-            self._compilations.note(unit.name, unit.facts())
-        values = packed(loaded.types, runtime)
+        key = key_of(kernel, arguments, constants)
+        made = None if key is None else self._started.get((device, key))
+        if made is None:
+            unit, runtime = unit_of(kernel, arguments, constants)
+            loaded = self._load(device, unit)
+            if key is not None and takes_values(kernel, arguments, constants):
+                self._started[device, key] = Started(kernel, loaded, unit.runtime_places)
+        else:
+            loaded = made.loaded
+            runtime = tuple([arguments[place] for place in made.places])
         self._driver.launch(
             loaded.function,
             (*grid, 1, 1)[:3],
             loaded.threads,
             loaded.shared_bytes,
             stream.cuda_stream,
-            values,
+            packed(loaded.types, runtime),
         )
+
+    def _load(self, device: int, unit: CompileUnit) -> Loaded:
+        """`unit` on the current device, from the first start on."""
+        loaded = self._loaded.get((device, unit))
+        if loaded is None:
+            loaded = self._loaded[device, unit] = load(self._driver, unit, self.capability)
+            self._compilations.note(unit.name, unit.facts())
+        return loaded
 
     def cuda(
         self,
@@ -127,7 +153,7 @@ class PtxLauncher:
         **constants: int,
     ) -> None:
         if 0 not in grid:
-            self._programs.start(program.unit_of(kernel, shared_bytes, constants), grid, arguments)
+            self._programs.start(kernel, shared_bytes, constants, grid, arguments)
 
 
 def load(driver: Driver, unit: CompileUnit, capability: tuple[int, int]) -> Loaded:

@@ -67,6 +67,11 @@ class CompileUnit:
         """Types of the arguments that are left when constants are compiled in."""
         return tuple(kind for kind in self.signature if kind != "constexpr")
 
+    @property
+    def runtime_places(self) -> tuple[int, ...]:
+        """Places of these arguments among the parameters."""
+        return tuple(n for n, kind in enumerate(self.signature) if kind != "constexpr")
+
     def named_constants(self) -> dict[str, Any]:
         names = self.kernel.arg_names
         return {names[place]: value for place, value in self.constants}
