@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import signal
+from pathlib import Path
+
 import pytest
 from hypothesis import settings
 
 # A shared machine may stall at any moment: no example fails for being slow.
 settings.register_profile("metainfer", deadline=None)
 settings.load_profile("metainfer")
+
+# A shell that starts the tests in the background lets them ignore Ctrl-C, and with them every
+# command that they start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
@@ -16,6 +24,8 @@ def no_verdicts(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPa
     directory = tmp_path_factory.getbasetemp() / "no verdicts"
     monkeypatch.setattr("metainfer.plan.proof.default_cache", lambda: directory)
     monkeypatch.setattr("metainfer.plan.tuning.default_cache", lambda: directory)
+    nowhere = Path("/dev/null/verdicts")  # tests change what kernels say: nothing of it is kept
+    monkeypatch.setattr("metainfer.kernels.verdict_cache.default_cache", lambda: nowhere)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -14,8 +14,8 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,6 +23,7 @@ import torch
 
 from metainfer.arch.manifest import TensorSpec
 from metainfer.core.errors import UserError
+from metainfer.core.threads import in_threads
 from metainfer.weights.index import INDEX_NAME, SINGLE_NAME
 
 DEFAULT_SHARD_BYTES = 4 * 2**30
@@ -131,18 +132,12 @@ def _write_shards(
             file.flush()
             os.fsync(file.fileno())
 
+    tasks = [partial(write, number) for number in range(len(shards))]
     if workers == 1:
-        for number in range(len(shards)):
-            write(number)
-        return
-    with ThreadPoolExecutor(workers) as pool:
-        try:
-            for done in as_completed([pool.submit(write, number) for number in range(len(shards))]):
-                done.result()
-        except BaseException:  # Ctrl-C among them: no worker goes on behind its next piece
-            report.stop()
-            pool.shutdown(cancel_futures=True)
-            raise
+        for task in tasks:
+            task()
+    else:
+        in_threads(tasks, min(workers, len(tasks)), report.stop)
 
 
 def _write_rest(
@@ -224,14 +219,17 @@ class _Reporter:
         self._lock = threading.Lock()
 
     def __call__(self, nbytes: int) -> None:
-        """So much more was written. Raises CancelledError once it is to stop."""
+        """So much more was written. Raises _StoppedError once it is to stop."""
+        if self._stopped:
+            raise _StoppedError
         with self._lock:
-            if self._stopped:
-                raise CancelledError
             self._done += nbytes
             if self._progress is not None:
                 self._progress(self._done, self._total)
 
     def stop(self) -> None:
-        with self._lock:
-            self._stopped = True
+        self._stopped = True
+
+
+class _StoppedError(Exception):
+    """Another thread failed, or nobody wants what is written any more."""

@@ -6,8 +6,11 @@ import fcntl
 import json
 import math
 import os
+import shutil
+import threading
 from collections import namedtuple
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -24,6 +27,7 @@ from metainfer.weights.index import INDEX_NAME, SINGLE_NAME
 from metainfer.weights.load import Checkpoint
 from metainfer.weights.synth import RandomTensors, write_checkpoint
 from metainfer.weights.write import write_safetensors
+from tests.fakes.interrupts import interrupted_at
 
 
 @pytest.fixture(scope="module")
@@ -188,6 +192,31 @@ def test_nothing_is_left_when_writing_stops(
     assert list(tmp_path.iterdir()) == []
     if isinstance(caught.value, UserError):
         assert "No space left on device" in caught.value.message
+
+
+def test_ctrl_c_at_any_moment_leaves_all_or_nothing(tmp_path: Path) -> None:
+    specs = [TensorSpec(name, DType.F32, (100,)) for name in "abcd"]
+
+    def write() -> None:
+        write_safetensors(
+            tmp_path / "model", specs, lambda spec: [torch.zeros(spec.shape)], {},
+            max_shard_bytes=400, workers=2,
+        )  # fmt: skip
+
+    for number in count(1, 13):
+        try:
+            if not interrupted_at(number, write):
+                break
+        except KeyboardInterrupt:
+            pass
+        else:
+            pytest.fail(f"SIGINT at event {number} was lost")
+        assert threading.active_count() == 1, number
+        for path in tmp_path.iterdir():
+            assert path.name == "model", number
+            assert len(files_of(path)) == len(specs) + 2, number
+            shutil.rmtree(path)
+    assert number > 500
 
 
 def test_workers_write_the_same_files(tmp_path: Path) -> None:
