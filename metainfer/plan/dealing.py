@@ -1,23 +1,35 @@
-"""Deal: which rank computes which tokens of a prompt, where prefill is sharded over tokens.
+"""Which rank computes which tokens of a prefill step, where prefill is sharded over tokens.
 
-Tokens are dealt in blocks at places that do not depend on how a prompt is cut into chunks, one
-block after the other round over the ranks. Causal work grows with the position, so round dealing
-keeps ranks even to within one block a chunk.
+The tokens of a step, one prompt after the other, are cut into pieces of nearly equal length, two
+for each rank, which are dealt there and back: 0 1 2 3 3 2 1 0. Causal work grows with the position,
+so a rank that has an early piece has a late one too. All cuts lie at multiples of BLOCK_TOKENS in
+a prompt, so that no window of a compressor lies on two ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from metainfer.arch.cache_kinds import BLOCK_TOKENS
 from metainfer.core.errors import MetainferError
 
+_PIECES = 2  # for each rank
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What a step computes of one prompt: the positions first .. stop - 1, at least one."""
+
+    first: int
+    stop: int
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Consecutive positions first .. stop - 1 of one sequence, at least one."""
+    """Consecutive positions first .. stop - 1 of one prompt, all on the rank `owner`."""
 
+    owner: int
     first: int
     stop: int
 
@@ -25,47 +37,47 @@ class Run:
         return self.stop - self.first
 
 
-@dataclass(frozen=True, slots=True)
-class Deal:
-    """Attributes:
-    ranks: over which tokens are dealt.
-    tokens: of a block; windows of compressors, whose spans divide BLOCK_TOKENS, lie within one.
+def units(chunks: Sequence[Chunk]) -> int:
+    """Parts into which the tokens can be cut at most."""
+    return sum(_units(chunk) for chunk in chunks)
+
+
+def deal(chunks: Sequence[Chunk], ranks: int) -> tuple[tuple[Run, ...], ...]:
+    """For each chunk its runs, ascending; neighbours have different owners.
+
+    Every rank has tokens, and no rank more than BLOCK_TOKENS for each piece above another, apart
+    from what the ends of chunks lack to whole units.
+
+    Raises:
+        MetainferError: the chunks have fewer units than there are ranks.
     """
-
-    ranks: int
-    tokens: int = BLOCK_TOKENS
-
-    def __post_init__(self) -> None:
-        if self.ranks < 1 or self.tokens < 1 or self.tokens % BLOCK_TOKENS:
-            raise MetainferError(
-                f"blocks of {self.tokens} tokens cannot be dealt to {self.ranks} ranks: a block is"
-                f" a multiple of {BLOCK_TOKENS} tokens"
-            )
-
-    def owner(self, position: int) -> int:
-        """The rank that computes the token at `position`."""
-        return position // self.tokens % self.ranks
-
-    def blocks(self, first: int, stop: int) -> Iterator[tuple[int, Run]]:
-        """(owner, run) of each block of the positions first .. stop - 1, ascending."""
-        while first < stop:
-            end = min(stop, (first // self.tokens + 1) * self.tokens)
-            yield self.owner(first), Run(first, end)
-            first = end
-
-    def runs(self, first: int, stop: int, rank: int) -> tuple[Run, ...]:
-        """What `rank` computes of them, ascending; blocks that touch are one run."""
+    total = units(chunks)
+    if total < ranks:
+        raise MetainferError(f"{total} units of tokens cannot be dealt to {ranks} ranks")
+    pieces = ranks * (_PIECES if total >= ranks * _PIECES else 1)
+    dealt = []
+    begin = 0  # unit of the step
+    for chunk in chunks:
         runs: list[Run] = []
-        for owner, run in self.blocks(first, stop):
-            if owner != rank:
-                continue
-            touches = runs and runs[-1].stop == run.first
-            runs.append(Run(runs.pop().first, run.stop) if touches else run)
-        return tuple(runs)
+        for unit in range(_units(chunk)):
+            piece = (begin + unit) * pieces // total
+            turn, place = divmod(piece, ranks)
+            owner = ranks - 1 - place if turn % 2 else place
+            first, stop = _unit(chunk, unit)
+            if runs and runs[-1].owner == owner:
+                first = runs.pop().first
+            runs.append(Run(owner, first, stop))
+        begin += _units(chunk)
+        dealt.append(tuple(runs))
+    return tuple(dealt)
 
-    def counts(self, first: int, stop: int) -> tuple[int, ...]:
-        """Tokens of each rank."""
-        counts = [0] * self.ranks
-        for owner, run in self.blocks(first, stop):
-            counts[owner] += len(run)
-        return tuple(counts)
+
+def _units(chunk: Chunk) -> int:
+    return -(-chunk.stop // BLOCK_TOKENS) - chunk.first // BLOCK_TOKENS
+
+
+def _unit(chunk: Chunk, number: int) -> tuple[int, int]:
+    """First and end of the unit `number` of a chunk."""
+    block = chunk.first // BLOCK_TOKENS + number
+    first, stop = block * BLOCK_TOKENS, (block + 1) * BLOCK_TOKENS
+    return max(first, chunk.first), min(stop, chunk.stop)

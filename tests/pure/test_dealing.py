@@ -1,4 +1,4 @@
-"""Tokens are dealt once each, at places that no chunk moves, and evenly."""
+"""Tokens of a prefill step are dealt once each, evenly, and cut where no window is cut."""
 
 from __future__ import annotations
 
@@ -9,54 +9,53 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from metainfer.core.errors import MetainferError
-from metainfer.plan.dealing import Deal, Run
+from metainfer.plan.dealing import Chunk, Run, deal, units
 
-deals = st.builds(Deal, st.integers(1, 8), st.sampled_from([128, 256, 512, 1024]))
-chunks = st.tuples(st.integers(0, 5000), st.integers(0, 5000)).map(lambda p: (p[0], p[0] + p[1]))
-
-
-@given(deals, chunks)
-def test_every_token_belongs_to_one_rank(deal, chunk):
-    seen = [
-        position
-        for rank in range(deal.ranks)
-        for run in deal.runs(*chunk, rank)
-        for position in range(run.first, run.stop)
-    ]
-    assert sorted(seen) == list(range(*chunk))
-    counts = deal.counts(*chunk)
-    assert counts == tuple(sum(map(len, deal.runs(*chunk, rank))) for rank in range(deal.ranks))
-    assert max(counts) - min(counts) <= deal.tokens
+a_chunk = st.tuples(st.integers(0, 3000), st.integers(1, 3000)).map(
+    lambda p: Chunk(p[0], p[0] + p[1])
+)
+steps = st.tuples(st.lists(a_chunk, min_size=1, max_size=5), st.integers(1, 8)).filter(
+    lambda step: units(step[0]) >= step[1]
+)
 
 
-@given(deals, chunks, st.integers(0, 5000))
-def test_a_chunk_moves_no_token(deal, chunk, cut):
-    first, stop = chunk
-    middle = min(max(first, cut), stop)
-    for rank in range(deal.ranks):
-        parts = (*deal.runs(first, middle, rank), *deal.runs(middle, stop, rank))
-        positions = [p for run in parts for p in range(run.first, run.stop)]
-        assert positions == [
-            p for run in deal.runs(first, stop, rank) for p in range(run.first, run.stop)
-        ]
-        assert all(deal.owner(p) == rank for p in positions)
+@given(steps)
+def test_every_token_belongs_to_one_rank(step):
+    chunks, ranks = step
+    counts = [0] * ranks
+    for chunk, runs in zip(chunks, deal(chunks, ranks), strict=True):
+        assert (runs[0].first, runs[-1].stop) == (chunk.first, chunk.stop)
+        for before, after in pairwise(runs):
+            assert before.stop == after.first
+            assert before.stop % 128 == 0
+            assert before.owner != after.owner
+        for run in runs:
+            assert len(run) > 0
+            counts[run.owner] += len(run)
+    assert min(counts) > 0
+    lacking = sum(units([chunk]) * 128 - (chunk.stop - chunk.first) for chunk in chunks)
+    assert max(counts) - min(counts) <= 2 * 128 + lacking
 
 
-@given(deals, chunks)
-def test_runs_of_a_rank_do_not_touch(deal, chunk):
-    for rank in range(deal.ranks):
-        runs = deal.runs(*chunk, rank)
-        assert all(run.first < run.stop for run in runs)
-        assert all(a.stop < b.first for a, b in pairwise(runs))
+@given(st.integers(2, 8), st.integers(4, 64))
+def test_causal_work_is_even(ranks, pieces):
+    """Pairs of a token and one before it, by rank, within a piece's worth of the mean."""
+    length = ranks * 2 * pieces * 128
+    work = [0.0] * ranks
+    for run in deal([Chunk(0, length)], ranks)[0]:
+        work[run.owner] += (run.stop**2 - run.first**2) / 2
+    assert max(work) <= min(work) * 1.001
 
 
-def test_two_ranks():
-    deal = Deal(2, 256)
-    assert deal.runs(100, 1000, 0) == (Run(100, 256), Run(512, 768))
-    assert deal.runs(100, 1000, 1) == (Run(256, 512), Run(768, 1000))
+def test_there_and_back():
+    assert deal([Chunk(0, 1024)], 2) == ((Run(0, 0, 256), Run(1, 256, 768), Run(0, 768, 1024)),)
 
 
-@pytest.mark.parametrize(("ranks", "tokens"), [(0, 128), (2, 0), (2, 100)])
-def test_refused(ranks, tokens):
-    with pytest.raises(MetainferError, match="multiple of 128"):
-        Deal(ranks, tokens)
+def test_prompts_share_the_ranks():
+    runs = deal([Chunk(0, 100), Chunk(130, 300), Chunk(0, 128)], 2)
+    assert runs == ((Run(0, 0, 100),), (Run(1, 130, 300),), (Run(0, 0, 128),))
+
+
+def test_too_few_tokens_are_refused():
+    with pytest.raises(MetainferError, match="2 units"):
+        deal([Chunk(0, 129)], 3)
