@@ -8,10 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from metainfer.arch.shape_of import read_shape
+from metainfer.arch.shapes import ModelShape
 from metainfer.core.errors import MetainferError
 from metainfer.hardware.facts import Unknown
 from metainfer.hardware.known import machine_of
 from metainfer.hardware.machine import Gpu, Machine
+from metainfer.plan.cost.shape import in_formats
 from metainfer.plan.layouts import RELEASED, Formats, Layout, Layouts
 
 _FILE = Path(__file__).parent / "data" / "published.json"
@@ -40,6 +43,10 @@ class Case:
         collectives: of the engine, in place of the profile's.
         missing: kinds of work whose kernels are missing, of an engine that falls back; the others
             run as in "stock".
+        pieces: attention of decode steps is left out of graphs.
+        splits_queries: as `cost.constants.Profile`, in place of the profile's.
+        layers: (first, behind the last) where the model is cut to these.
+        vocabulary: rows of the head, where it is cut.
     """
 
     machine: str
@@ -59,6 +66,10 @@ class Case:
     curves: bool = True
     collectives: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
+    pieces: bool = False
+    splits_queries: bool = False
+    layers: tuple[int, ...] = ()
+    vocabulary: int = 0
 
     @property
     def formats(self) -> Formats:
@@ -72,7 +83,7 @@ class Case:
 @dataclass(frozen=True, slots=True)
 class Published:
     """A measurement. `assumed`: what its source leaves open. `beat`: of the system that metainfer
-    sets out to beat."""
+    sets out to beat. `own`: of this engine."""
 
     id: str
     case: Case
@@ -80,6 +91,7 @@ class Published:
     source: str
     assumed: tuple[str, ...]
     beat: bool = False
+    own: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,12 +143,13 @@ def _published(row: Mapping[str, Any]) -> Published:
     rest = dict(row)
     own = {name: rest.pop(name) for name in ("id", "published", "source", "assumed")}
     own["assumed"] = tuple(own["assumed"])
-    return Published(**own, beat=rest.pop("beat", False), case=_case(rest))
+    of = {name: rest.pop(name, False) for name in ("beat", "own")}
+    return Published(**own, **of, case=_case(rest))
 
 
 def _case(row: Mapping[str, Any]) -> Case:
     given = {**row, "layout": Layout(**row["layout"])}
-    for name in ("capability", "collectives", "missing"):
+    for name in ("capability", "collectives", "missing", "layers"):
         if name in given:
             given[name] = tuple(given[name])
     case = Case(**given)
@@ -158,6 +171,15 @@ def machine_of_case(case: Case) -> Machine:
     if case.peers is not None or not case.curves:
         machine = replace(machine, curves=())
     return machine
+
+
+def shape_of_case(case: Case) -> ModelShape:
+    """The model, cut and converted as this case has it."""
+    shape = in_formats(read_shape(case.model), case.formats)
+    if case.layers:
+        side = replace(shape.side, layers=shape.side.layers[slice(*case.layers)])
+        shape = replace(shape, side=side)
+    return replace(shape, vocab_size=case.vocabulary or shape.vocab_size)
 
 
 def _as_card(gpu: Gpu, case: Case) -> Gpu:

@@ -10,6 +10,7 @@ from statistics import mean
 
 from metainfer.arch.shape_of import read_shape
 from metainfer.arch.shapes import ModelShape
+from metainfer.hardware.facts import Unknown
 from metainfer.hardware.machine import Machine
 from metainfer.plan.calibrate import Path, Sensitivity, fitted
 from metainfer.plan.cost.constants import (
@@ -21,7 +22,6 @@ from metainfer.plan.cost.constants import (
 )
 from metainfer.plan.cost.phases import Phases
 from metainfer.plan.cost.predict import predict
-from metainfer.plan.cost.shape import in_formats
 from metainfer.plan.ledger_ranks import most_context
 from metainfer.plan.published import (
     CONTEXT,
@@ -33,6 +33,7 @@ from metainfer.plan.published import (
     Published,
     machine_of_case,
     read_published,
+    shape_of_case,
 )
 from metainfer.plan.workload import Workload
 
@@ -119,36 +120,46 @@ class Asked:
 
     def __init__(self) -> None:
         self._machines: dict[Case, Machine] = {}
-        self._shapes: dict[tuple[str, str], ModelShape] = {}
+        self._shapes: dict[Case, ModelShape] = {}
 
     def answer(self, case: Case, constants: Constants) -> float:
         """The quantity that a case asks for."""
-        machine = self._machines.get(case)
-        if machine is None:
-            machine = self._machines[case] = machine_of_case(case)
+        if case not in self._machines:
+            self._machines[case] = machine_of_case(case)
+            self._shapes[case] = shape_of_case(case)
+        machine, shape = self._machines[case], self._shapes[case]
+        engine = _engine(case, constants)
         if case.quantity == CONTEXT:
+            taken = _taken(machine, engine.memory_share)
             workload = Workload(case.tokens, 1, 1)
-            return most_context(
-                read_shape(case.model), machine, case.layouts, workload, case.formats
-            )
-        key = (case.model, case.experts)
-        if key not in self._shapes:
-            self._shapes[key] = in_formats(read_shape(case.model), case.formats)
-        phases = Phases(self._shapes[key], machine, constants, _engine(case, constants))
+            return most_context(read_shape(case.model), taken, case.layouts, workload, case.formats)
+        phases = Phases(shape, machine, constants, engine)
         told = predict(phases, case.layouts, case.formats, Workload(case.tokens, 1, case.requests))
         if case.quantity == INPUT:
             return told.input_per_s
         return told.ttft_s if case.quantity == FIRST else told.output_per_s
 
 
+def _taken(machine: Machine, share: float) -> Machine:
+    """With GPUs as large as what an engine takes of them."""
+    if isinstance(machine.gpus, Unknown):
+        return machine
+    gpus = tuple(replace(g, memory_bytes=int(share * g.memory_bytes)) for g in machine.gpus)
+    return replace(machine, gpus=gpus)
+
+
 def _engine(case: Case, constants: Constants) -> Profile:
+    """The profile, as it runs in this case."""
     profile = constants.profile(case.engine)
     if case.collectives:
         profile = replace(profile, collectives=case.collectives)
     if case.missing:
-        stock = constants.profile("stock").rates
-        fallen = {work: profile.rates[work] for work in case.missing}
-        profile = replace(profile, rates={**stock, **fallen})
+        fallen = {work: profile.composed[work] for work in case.missing}
+        profile = replace(profile, composed=fallen)
+    if case.pieces:
+        profile = replace(profile, layer_us=constants.kernel("pieces_us"))
+    if case.splits_queries:
+        profile = replace(profile, splits_queries=True)
     return profile
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,17 @@ from metainfer.core.errors import UserError
 _FILE = Path(__file__).parent / "constants.json"
 
 MEASURED, PUBLISHED, INFERRED = "measured", "published", "inferred"
+
+
+@dataclass(frozen=True, slots=True)
+class Instead:
+    """Attributes:
+    work: that runs in place of another.
+    but_on: architectures that have kernels for the other.
+    """
+
+    work: str
+    but_on: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +36,15 @@ class Profile:
         passes: how often small operations go over their bytes; 1 where they are fused.
         ramp: factor on what a kernel takes beside its bytes and operations.
         step_us, chunk_us: of the host for a decode step and a chunk of a prompt.
-        collectives: ways that it knows, as `transfers` names them.
-        exact_wire: gathers rows in e4m3 where experts round them to it anyway.
-        shards_tokens: can divide the tokens of a prompt over ranks.
-        replays: leaves out what a model's prompts need not run (`ModelShape.replays_from`).
-        hidden: share of transfers in prefill that run under computation.
+        layer_us: of the host for a layer of a decode step, where graphs leave kernels out.
+        launch_us: of the host for starting the kernels of a layer of a chunk, which runs under what
+            is started; 0 where that never takes longer.
+        composed: by kind of work of prompts that is composed of operations, each of which reads
+            and writes all that lies between: passes over it in memory.
+        splits_queries: each rank of a group scores the index keys for its share of a prompt's
+            rows, and ranks gather what they chose.
+        memory_share: of a card, that the engine takes at most.
+        multiplied: work that runs as another, for want of kernels.
     """
 
     name: str
@@ -44,6 +59,12 @@ class Profile:
     shards_tokens: bool
     replays: bool
     hidden: float
+    layer_us: float = 0.0
+    launch_us: float = 0.0
+    composed: Mapping[str, float] = field(default_factory=dict)
+    splits_queries: bool = False
+    memory_share: float = 1.0
+    multiplied: Mapping[str, Instead] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,4 +174,9 @@ def _profile(rows: Mapping[str, Mapping[str, Any]], name: str) -> Profile:
     base = rows[row["like"]] if "like" in row else {}
     given = {**base, **row, "rates": {**base.get("rates", {}), **row.get("rates", {})}}
     given = {key: value for key, value in given.items() if key not in ("source", "like")}
-    return Profile(name=name, **{**given, "collectives": tuple(given["collectives"])})
+    given["collectives"] = tuple(given["collectives"])
+    given["multiplied"] = {
+        work: Instead(other[0], tuple(other[1:]))
+        for work, other in given.get("multiplied", {}).items()
+    }
+    return Profile(name=name, **given)

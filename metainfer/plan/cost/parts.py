@@ -24,7 +24,8 @@ class Part:
         rows: of the operand that grows with tokens.
         width: of the narrower side of a weight that ranks divide; 0 where it does not matter.
         flops, bytes: of all calls together.
-        gathered: bytes of keys that rows read one list at a time, most of them from the L2 cache.
+        between: bytes that pass between the operations of one kernel: keys of attention, which rows
+            read one list at a time, most of them from the L2 cache; scores of the indexer.
         calls: kernels that run one after the other.
     """
 
@@ -34,7 +35,7 @@ class Part:
     flops: float
     bytes: float
     calls: float = 1.0
-    gathered: float = 0.0
+    between: float = 0.0
     width: int = 0
 
     def times(self, count: float) -> Part:
@@ -43,7 +44,7 @@ class Part:
             flops=self.flops * count,
             bytes=self.bytes * count,
             calls=self.calls * count,
-            gathered=self.gathered * count,
+            between=self.between * count,
         )
 
 
@@ -62,6 +63,7 @@ class Share:
         skew: rows of the busiest part over the mean.
         coded: caches and activations are bytes: the card multiplies e4m3.
         replays: a prompt leaves out what it need not run (`shape.replays_from`).
+        scorers: ranks that divide the indexer's rows.
     """
 
     rows: int
@@ -76,6 +78,7 @@ class Share:
     skew: float = 1.0
     coded: bool = True
     replays: bool = True
+    scorers: int = 1
 
     @property
     def own_rows(self) -> float:
@@ -98,5 +101,5 @@ def _added(one: Part, other: Part) -> Part:
         flops=one.flops + other.flops,
         bytes=one.bytes + other.bytes,
         calls=one.calls + other.calls,
-        gathered=one.gathered + other.gathered,
+        between=one.between + other.between,
     )

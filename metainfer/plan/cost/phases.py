@@ -6,7 +6,9 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
+from metainfer.arch.cache_kinds import BLOCK_TOKENS
 from metainfer.arch.shapes import ModelShape
 from metainfer.hardware.machine import Machine
 from metainfer.ops.attention import row_bytes
@@ -112,19 +114,32 @@ class Phases:
         exposed = 1.0 - self.profile.hidden
         for exchange, count in self._prefill_exchanges(layout, formats, rows, tokens, seqs):
             items.append(_item(exchange, count * exposed))
+        busy = sum(item.seconds for item in items)
+        started = self.profile.launch_us * self._layers_in_full(rows) * 1e-6
+        items.append(Item(HOST, max(0.0, started - busy), INFERRED, "kernels started one by one"))
         items.append(Item(HOST, self.profile.chunk_us * 1e-6, INFERRED, "the host, a chunk"))
-        items += self._table_rows(formats, rows, sum(item.seconds for item in items))
+        items += self._table_rows(layout, formats, rows, sum(item.seconds for item in items))
         return Step(tuple(items))
 
-    def decode(self, layout: Layout, rows: int, tokens: int) -> Step:
+    def decode(self, layout: Layout, formats: Formats, rows: int, tokens: int) -> Step:
         """A decode step of `rows` sequences of `tokens` tokens in one replica, all stages."""
         stages = layout.pipeline
         each = max(1, math.ceil(rows / stages))
         items = list(self._computed(self._share(layout, each, tokens, each, decode=True)))
         for exchange, count in self._decode_exchanges(layout, each):
             items.append(_item(exchange, count))
-        items.append(Item(HOST, self.profile.step_us * 1e-6, INFERRED, "the host, a step"))
+        items += self._host_of_step()
+        items += self._awaited_rows(layout, formats, each, sum(item.seconds for item in items))
         return Step(tuple(items))
+
+    def _host_of_step(self) -> list[Item]:
+        """The host's own work, and kernels that it starts one by one outside of graphs."""
+        profile = self.profile
+        found = [Item(HOST, profile.step_us * 1e-6, INFERRED, "the host, a step")]
+        if profile.layer_us:
+            seconds = profile.layer_us * self.shape.num_layers * 1e-6
+            found.append(Item(HOST, seconds, INFERRED, "kernels started one by one"))
+        return found
 
     def _share(self, layout: Layout, rows: int, tokens: int, seqs: int, decode: bool) -> Share:
         uneven = experts.skew(
@@ -143,7 +158,11 @@ class Phases:
             skew=uneven,
             coded=self._coded,
             replays=self.profile.replays,
+            scorers=1 if decode else self._scorers(layout),
         )
+
+    def _scorers(self, layout: Layout) -> int:
+        return layout.tensor if self.profile.splits_queries else 1
 
     def _computed(self, share: Share) -> tuple[Item, ...]:
         known = self._work.get(share)
@@ -184,24 +203,60 @@ class Phases:
                 some = groups * layout.context
                 yield exchange(ALL_GATHER, part, layout.tensor, some), layers
             yield from self._halo(layout, rows)
+        if self._scorers(layout) > 1:
+            for layer in side.choosers():
+                chosen = 4.0 * rows * layer.topk
+                yield exchange(ALL_GATHER, chosen, layout.tensor, groups * layout.context), 1
         if layout.kv_shards > 1:
             # What the chunk itself writes every rank computes or gets with the halo.
             yield from self._gathered_context(layout, max(0, seqs * tokens - rows))
         if layout.pipeline > 1:
             yield self._handed_on(layout, rows), layout.pipeline - 1
 
-    def _table_rows(self, formats: Formats, rows: int, rest_s: float) -> list[Item]:
+    def _table_rows(self, layout: Layout, formats: Formats, rows: int, rest_s: float) -> list[Item]:
         """Rows of n-gram tables, which are known a chunk ahead: what the rest does not hide."""
+        if not self._far_tables(formats):
+            return []
+        seconds = len(self._tables) * self._table_s(layout, formats, rows)
+        return [self._waits(formats, max(0.0, seconds - rest_s))]
+
+    def _awaited_rows(
+        self, layout: Layout, formats: Formats, rows: int, rest_s: float
+    ) -> list[Item]:
+        """Of a decode step, whose tokens are known as it begins: each table is read after the one
+        before, and hidden by the layers before it alone."""
+        if not self._far_tables(formats):
+            return []
+        latency = self.constants.transfer(f"{formats.engram}_row_us") * 1e-6
+        each_s = latency + self._table_s(layout, formats, rows)
+        layers, waited = self.shape.num_layers, 0.0
+        for number, layer in enumerate(self._tables, start=1):
+            reached = rest_s * layer / layers + waited
+            waited += max(0.0, number * each_s - reached)
+        return [self._waits(formats, waited)]
+
+    @property
+    def _tables(self) -> tuple[int, ...]:
+        """Layers before which a table of n-grams is read."""
+        return () if self.shape.engram is None else self.shape.engram.layers
+
+    def _far_tables(self, formats: Formats) -> bool:
+        """Ranks keep rows of their own on GPUs: a gather far smaller than those of activations."""
+        return bool(self._tables) and formats.engram != "gpu"
+
+    def _table_s(self, layout: Layout, formats: Formats, rows: int) -> float:
+        """Rows of one table for a step: each GPU reads all of them from the host's memory; from
+        the disk, which replicas share, they come once for a group."""
         engram = self.shape.engram
-        if engram is None or formats.engram == "gpu":
-            return []  # each rank's own, and a gather far smaller than those of activations
-        reads = rows * engram.rows_per_token * len(engram.layers)
+        assert engram is not None
+        reads = rows * engram.rows_per_token
         if formats.engram == "disk":
-            seconds = reads / self.constants.transfer("disk_reads_per_s")
-        else:
-            seconds = reads * engram.row_bytes / self.transfers.from_host()
+            return reads * layout.replicas / self.constants.transfer("disk_reads_per_s")
+        return reads * engram.row_bytes / self.transfers.from_host()
+
+    def _waits(self, formats: Formats, seconds: float) -> Item:
         why = f"rows of n-gram tables from {formats.engram}"
-        return [Item(TRANSFERS, max(0.0, seconds - rest_s), INFERRED, why)]
+        return Item(TRANSFERS, seconds, INFERRED, why)
 
     @property
     def _streams(self) -> int:
@@ -213,17 +268,34 @@ class Phases:
         return full_layers(self.shape, share)
 
     def _halo(self, layout: Layout, rows: int) -> Iterable[tuple[Exchange, float]]:
-        """Entries and index keys of a chunk's tokens to all ranks, and the latents before blocks
-        of 128 tokens."""
-        side, groups = self.shape.side, self._groups(layout)
+        """What a rank misses of a chunk whose blocks of tokens are dealt out: of all ranks'
+        blocks their entries and index keys; of the block before each of its own, from the rank
+        before, the latents that a window sees, and what its last rows give to the first entry of
+        this one where entries overlap."""
+        side, groups, ranks = self.shape.side, self._groups(layout), layout.context
+        blocks = rows / ranks / BLOCK_TOKENS
         if side.window:
-            size = rows * self._row_bytes(side.window_format, side.value_width)
-            yield (
-                self.transfers.exchange(ALL_GATHER, size, layout.context, groups),
-                len(side.layers),
-            )
+            seen = min(side.window, BLOCK_TOKENS)
+            latents = seen * self._row_bytes(side.window_format, side.value_width)
+            for overlap, count in self._overlaps(rows).items():
+                size = blocks * (latents + overlap)
+                yield self.transfers.send(size, ranks, groups * layout.tensor), count
         for size, count in self._entry_bytes(rows).items():
-            yield self.transfers.exchange(ALL_GATHER, size, layout.context, groups), count
+            yield self.transfers.exchange(ALL_GATHER, size, ranks, groups), count
+
+    def _overlaps(self, rows: int) -> Counter[float]:
+        """Bytes that the last rows of a block give to an entry of the next, in fp32 as compressors
+        add up, counted over the layers that a chunk goes through."""
+        side = self.shape.side
+        found: Counter[float] = Counter()
+        for layer in side.layers:
+            width = 0
+            if layer.owns_entries and layer.overlap:
+                keys = layer.topk and layer.owns_queries and side.indexer.compresses_keys
+                width = 2 * (side.value_width + (side.indexer.width if keys else 0))
+            found[4.0 * layer.ratio * width] += 1
+        through = self._layers_in_full(rows) / len(side.layers)
+        return Counter({size: count * through for size, count in found.items()})
 
     def _gathered_context(self, layout: Layout, tokens: int) -> Iterable[tuple[Exchange, float]]:
         """Of sharded caches, all entries of tokens before a chunk that it sees, layer by layer."""
@@ -231,16 +303,21 @@ class Phases:
         for size, count in self._entry_bytes(tokens).items():
             yield self.transfers.exchange(ALL_GATHER, size, layout.kv_shards, groups), count
 
-    def _entry_bytes(self, tokens: int) -> Counter[float]:
+    def _entry_bytes(self, tokens: int) -> dict[float, int]:
         """Bytes of entries and index keys of so many tokens, counted over the layers that own
         them."""
+        return {each * tokens: count for each, count in self._entries.items()}
+
+    @cached_property
+    def _entries(self) -> Counter[float]:
+        """Bytes of a token of a layer, counted."""
         side = self.shape.side
         found: Counter[float] = Counter()
         for layer in side.owners():
             each = self._row_bytes(side.entry_format, side.key_width)
             if layer.topk and layer.owns_queries:
                 each += self._key_bytes()
-            found[each * tokens / layer.ratio] += 1
+            found[each / layer.ratio] += 1
         return found
 
     def _decode_exchanges(self, layout: Layout, rows: int) -> Iterable[tuple[Exchange, float]]:

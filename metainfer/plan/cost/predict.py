@@ -53,7 +53,7 @@ def predict(phases: Phases, layouts: Layouts, formats: Formats, workload: Worklo
     each = max(1, math.ceil(workload.requests_at_once / layout.replicas))
     prefill, per_token_s, alone_s = _prefill(phases, layout, formats, workload, each)
     batch = math.ceil(workload.requests_at_once / layouts.decode.replicas)
-    decode = phases.decode(layouts.decode, batch, workload.mean_context)
+    decode = phases.decode(layouts.decode, formats, batch, workload.mean_context)
     step_s = decode.seconds
     prompt_s = workload.input_tokens * per_token_s
     request_s = prompt_s + workload.output_tokens * step_s / batch

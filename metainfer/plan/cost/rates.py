@@ -100,6 +100,11 @@ class Rates:
         others = [rate for rate in self._nominal.rates if rate.work not in own]
         self._recorded = (*machine.rates, *others)
         self._memory = self.memory()
+        self._runs = {
+            work: instead.work
+            for work, instead in profile.multiplied.items()
+            if self.arch not in instead.but_on
+        }
 
     @property
     def multiplies_fp8(self) -> bool:
@@ -113,14 +118,24 @@ class Rates:
         bytes_s = passes * part.bytes / moving.per_s
         if part.work == COPY:
             return ramp + bytes_s, moving
-        rate = self.of(part.work, part.rows)
+        rate = self.of(self._runs.get(part.work, part.work), part.rows)
         share = self._share(part) if rate.plateau else 1.0
         flops_s = part.flops / (rate.per_s * share)
-        if prefill and part.gathered:
-            # Lists of keys come from the L2 cache, beside the products and not under them.
-            flops_s += part.gathered / (self._nominal.bytes_per_s * self._efficiency["gather"])
+        if prefill and part.between:
+            flops_s += part.between / self._between(part.work.partition(" ")[0])
         bound = rate if flops_s > bytes_s else moving
         return ramp + max(flops_s, bytes_s), bound
+
+    def _between(self, kind: str) -> float:
+        """Bytes a second of what lies between operations: lists of keys come from the L2 cache,
+        beside the products and not under them, scores stay in a kernel; where there is no kernel
+        both go through memory, again and again."""
+        passes = self._profile.composed.get(kind, 0.0)
+        if passes:
+            return self._memory.per_s / passes
+        if kind == "attention":
+            return self._nominal.bytes_per_s * self._efficiency["gather"]
+        return math.inf
 
     def memory(self) -> Found:
         factor = self._profile.rates["memory"]
@@ -164,8 +179,9 @@ class Rates:
         kind, _, operands = work.partition(" ")
         if operands == "f32":
             operands = "bf16"
-        # Weights of four bits multiply rows of e4m3; the nominal rate of e2m1 pairs is of both.
-        products = "fp8" if operands == "fp4" else operands
+        # Weights of four bits multiply rows of e4m3, or as the profile says rows of bf16; the
+        # nominal rate of e2m1 pairs is of both.
+        products = {"fp4": "fp8", "fp4 in bf16": "bf16", "nvfp4": "fp4"}.get(operands, operands)
         if not self.multiplies_fp8:
             products = "bf16"
         nominal = self._nominal.products(products)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from metainfer.hardware.cards import card_of_gpu
-from metainfer.hardware.curves import COPY, LOAD, NCCL, STAGED, STORE, Curve, trusted
+from metainfer.hardware.curves import COPY, LOAD, NCCL, RING, STAGED, STORE, Curve, trusted
 from metainfer.hardware.facts import Unknown
 from metainfer.hardware.machine import Gpu, Machine
 from metainfer.plan.cost.constants import INFERRED, MEASURED, Constants, Profile
@@ -94,6 +94,9 @@ class Transfers:
         if self.p2p(ranks, groups):
             rate = self._links.ring(ranks, groups) * transfer("ring")
             return Exchange(size / rate + 20e-6, "copies", INFERRED, _rate(rate))
+        passed = self._passed_through_host(size, ranks)
+        if passed is not None:
+            return passed
         rate = self._links.host() * transfer("staged") / 2
         return Exchange(size / rate + 60e-6, "host memory", INFERRED, _rate(rate))
 
@@ -223,7 +226,7 @@ class Transfers:
         if recorded:
             return recorded[0]
         steps, share = _steps(operation, ranks)
-        passed = largest_rate(self._curves, (COPY,), "ring", ranks)
+        passed = largest_rate(self._curves, (COPY,), RING, ranks)
         if passed is None:
             rate, origin = self._links.ring(ranks, groups) * transfer("ring"), INFERRED
         else:
@@ -238,12 +241,30 @@ class Transfers:
         if recorded:
             return recorded[0]
         _, share = _steps(operation, ranks)
+        passed = self._passed_through_host(max(1.0, share) * size, ranks)
+        if passed is not None:
+            return passed
         link = self._links.host() * transfer("staged")
         busy = max(1.0, share) * size / link
         crossing = (1.0 + 2.0 * share) * size * len(self._gpus)
         dram = crossing / self._links.dram()
         seconds = transfer("staged_us") * 1e-6 + max(busy, dram)
         return Exchange(seconds, "host memory", INFERRED, _rate(link))
+
+    def _passed_through_host(self, size: float, ranks: int) -> Exchange | None:
+        """As measured: each GPU gives so many bytes to the next through pinned memory and takes as
+        many, all of them at once, as groups of ranks are that share the host. Of most GPUs; where
+        only a group of fewer than `ranks` was measured nothing is known."""
+        curves = [
+            curve
+            for curve in self._curves
+            if curve.means == STAGED and curve.operation == RING and len(curve.gpus) >= ranks
+        ]
+        if not curves:
+            return None
+        widest = max(curves, key=lambda curve: len(curve.gpus))
+        seconds = widest.seconds_of(size)
+        return Exchange(seconds, "host memory", origin_of(widest.source), widest.source)
 
     def _nvlink(self, operation: str, size: float, ranks: int) -> Exchange:
         _, share = _steps(operation, ranks)

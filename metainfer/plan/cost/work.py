@@ -39,9 +39,7 @@ from metainfer.plan.cost.parts import (
 from metainfer.plan.cost.shape import (
     BF16,
     F32,
-    FP4,
     FP8,
-    NVFP4,
     WEIGHT_BYTES,
     expert_format,
     linear_format,
@@ -199,11 +197,14 @@ class _Counter:
         cost = self._attending(name, case)
         work = "index bf16" if form == DENSE else "index fp8"
         shards = share.kv_shards if share.decode else 1
-        scores = Part(INDEXER, work, self._rows, cost.flops / shards, cost.bytes / shards, 2)
-        queries = self._product(index.heads * index.width, side.q_rank)
-        weights = self._product(index.heads, side.hidden_size, operands=BF16)
-        codes = QuantiseFp8Case(index.heads, index.width)
-        return [scores, queries, weights, self._op(SMALL, "quantise.fp8", codes)]
+        parts, rows = shards * share.scorers, self._rows / share.scorers
+        flops = cost.flops / parts
+        kept = WEIGHT_BYTES[F32] * flops / (2.0 * index.width)  # a score of each head
+        scores = Part(INDEXER, work, rows, flops, cost.bytes / parts, 2, kept)
+        queries = self._product(index.heads * index.width, side.q_rank, rows=rows)
+        weights = self._product(index.heads, side.hidden_size, operands=BF16, rows=rows)
+        codes = self._op(SMALL, "quantise.fp8", QuantiseFp8Case(index.heads, index.width), rows)
+        return [scores, queries, weights, codes]
 
     def _attend(self, layer: AttentionLayer) -> list[Part]:
         side, share = self._side, self._share
@@ -286,10 +287,7 @@ class _Counter:
         # Inputs of a pair, both halves inside, what is rounded, and what is added up in fp32.
         moved += pairs * (width + 6.0 * inner) + 6.0 * rows * width
         each = pairs / read
-        form = expert_format(shape)
-        # Both kinds of e2m1 multiply rows of e4m3.
-        form = FP4 if form == NVFP4 else form
-        work = f"experts {form}" if share.coded else "experts bf16"
+        work = f"experts {expert_format(shape)}" if share.coded else "experts bf16"
         return Part(EXPERTS, work, each, 2.0 * pairs * per_expert, moved, 2, width=int(inner))
 
     def table(self, engram: EngramShape) -> list[Part]:
