@@ -17,10 +17,12 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
+import numpy.typing as npt
 
 from metainfer.plan.dealing import Chunk, Run, deal, units
 
-Numbers = np.ndarray  # int64
+Numbers = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,7 @@ class TokenShares:
         self._begins = (0, *accumulate(chunk.stop - chunk.first for chunk in chunks))
         self._runs = deal(chunks, ranks)
         total = self._begins[-1]
-        self._owner = np.empty(total, np.int64)  # of each row of the step
+        self._owner: Numbers = np.empty(total, np.int64)  # of each row of the step
         for begin, chunk, runs in zip(self._begins, chunks, self._runs, strict=False):
             for run in runs:
                 self._owner[begin + run.first - chunk.first : begin + run.stop - chunk.first] = (
@@ -112,7 +114,7 @@ class TokenShares:
         sequences together one at least, so that nothing computes without rows), the most that any
         rank has, and of the pool [ranks * most] the rows that are wanted, in the order of the step.
         """
-        is_wanted = np.zeros(self._begins[-1], bool)
+        is_wanted: Mask = np.zeros(self._begins[-1], bool)
         for end, count in zip(self._begins[1:], counts, strict=True):
             is_wanted[end - count : end] = True
         slots = _places(self._owner, is_wanted, self._ranks)
@@ -148,13 +150,14 @@ class TokenShares:
 
     def entries(self, ratio: int) -> SharedEntries:
         """Of windows of `ratio` tokens."""
-        closing, counts = [], []
+        closing: list[Numbers] = []
+        counts: list[int] = []
         for begin, chunk in zip(self._begins, self._chunks, strict=False):
             windows = np.arange(chunk.first // ratio, chunk.stop // ratio)
             closing.append(begin + (windows + 1) * ratio - 1 - chunk.first)
             counts.append(len(windows))
         rows = np.concatenate(closing)
-        closes = np.zeros(self._begins[-1], bool)
+        closes: Mask = np.zeros(self._begins[-1], bool)
         closes[rows] = True
         slots = _places(self._owner, closes, self._ranks)
         most = int(slots.max(initial=-1)) + 1
@@ -172,8 +175,8 @@ class TokenShares:
                 lie before the run.
             kept_from: first position that the rings must have when a chunk ends at a position.
         """
-        needed = [np.zeros(self._begins[-1], bool) for _ in range(self._ranks)]
-        kept = np.zeros(self._begins[-1], bool)
+        needed: list[Mask] = [np.zeros(self._begins[-1], bool) for _ in range(self._ranks)]
+        kept: Mask = np.zeros(self._begins[-1], bool)
         for begin, chunk, runs in zip(self._begins, self._chunks, self._runs, strict=False):
             for run in runs:
                 seen = slice(
@@ -241,7 +244,7 @@ class TokenShares:
 
     def _places(self, rows: Numbers) -> tuple[Numbers, Numbers]:
         """(sequence, position) of rows of the step."""
-        sequences = np.searchsorted(self._begins, rows, side="right") - 1
+        sequences = np.asarray(np.searchsorted(self._begins, rows, side="right") - 1, np.int64)
         starts = np.array([chunk.first for chunk in self._chunks])
         return sequences, rows - np.array(self._begins)[sequences] + starts[sequences]
 
@@ -251,7 +254,7 @@ def can_share(chunks: Sequence[Chunk], ranks: int) -> bool:
     return units(chunks) >= ranks
 
 
-def _places(owner: Numbers, chosen: Numbers, ranks: int) -> Numbers:
+def _places(owner: Numbers, chosen: Mask, ranks: int) -> Numbers:
     """The place of each chosen row among the chosen rows of its owner."""
     places = np.full(len(owner), -1)
     for rank in range(ranks):
