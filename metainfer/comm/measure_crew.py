@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import multiprocessing
 import shutil
-import signal
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ from typing import Any
 
 from metainfer.comm.measure_ways import Place, counters_bytes, stages_bytes
 from metainfer.comm.measure_worker import MakeEngine, Meet, Order, Refused, work
+from metainfer.comm.processes import how_it_ended
 from metainfer.comm.shared_memory import SharedMemory
 from metainfer.core.errors import MetainferError
 from metainfer.kernels.processes import interrupts_held
@@ -116,12 +116,7 @@ class Crew:
         return answers
 
     def _how_it_ended(self, rank: int) -> str:
-        process = self._processes[rank]
-        process.join(_LONGEST_END_S)
-        code = process.exitcode
-        if code is not None and code < 0:
-            return f"the process of GPU {rank} ended with {signal.Signals(-code).name}"
-        return f"the process of GPU {rank} ended with code {code}"
+        return how_it_ended(self._processes[rank], f"GPU {rank}")
 
     def end(self) -> list[str]:
         """End all processes and wait for them; says which are still there."""

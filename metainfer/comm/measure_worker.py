@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -14,9 +12,8 @@ from typing import Any
 
 from metainfer.comm.measure_trials import Trial
 from metainfer.comm.measure_ways import Engine, Place, Ways
+from metainfer.comm.processes import die_with_parent
 from metainfer.core.errors import MetainferError
-
-_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 MakeEngine = Callable[[Place], Engine]
 
@@ -82,7 +79,7 @@ def work(connection: Connection, place: Place, make: MakeEngine) -> None:
     """
     # Newer names of collectives, that older versions of torch do not have.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+    die_with_parent()
     if place.cpus:
         with suppress(OSError):  # where the system grants fewer
             os.sched_setaffinity(0, place.cpus)

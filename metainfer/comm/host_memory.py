@@ -1,0 +1,248 @@
+"""Groups of processes of one host that reach each other's bytes in shared memory.
+
+Counters are written behind the bytes that they stand for, and x86-64 shows writes to others in
+their order; between both lies a call into the interpreter, so that no compiler moves them either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from metainfer.comm import algorithms
+from metainfer.comm.algorithms import ALL_REDUCES, Part
+from metainfer.comm.group import GroupError, check_part, share_rows
+from metainfer.comm.process_group import ProcessGroup
+from metainfer.comm.shared_memory import Counters
+from metainfer.comm.watch import OPERATIONS, Watch
+from metainfer.comm.wire import wire_of
+from metainfer.comm.world import CHANNEL_PIECE_BYTES, CHANNEL_PIECES, World
+from metainfer.core.errors import MetainferError
+
+_ROUND = 0  # counter of rounds begun
+_CALL = 1  # and the next: what the rank is in, in even and in odd rounds
+_PUT, _GOT = 64, 128  # counters for each member: pieces sent to it, and taken from it
+_WORD_BYTES = 8
+_OPERATION_SHIFT = 56
+_ONE_SHOT_UP_TO_BYTES = 64 * 1024
+
+Choose = Callable[[str, int], str]
+"""Which algorithm an operation on so many bytes takes."""
+
+
+def by_size(operation: str, size: int) -> str:
+    """The choice where nothing was measured."""
+    return "one-shot" if size <= _ONE_SHOT_UP_TO_BYTES else "two-shot"
+
+
+class _Place:
+    """One process's view of the memory of a world.
+
+    Attributes:
+        bytes: uint8, all of it.
+        counters: all of it as counters.
+        next_slot: that this rank has not used.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.bytes = torch.frombuffer(world.memory.view, dtype=torch.uint8)
+        self.counters = Counters(world.memory)
+        self.next_slot = 0
+
+
+class HostTransport:
+    """Rounds of one group in its slot (`algorithms.Transport`), and channels between two members.
+
+    Attributes:
+        call: the operation at hand and its bytes, which all members must agree on.
+    """
+
+    def __init__(
+        self, place: _Place, watch: Watch, members: Sequence[int], rank: int, slot: int
+    ) -> None:
+        self.rank, self.size = rank, len(members)
+        self.piece_bytes = place.world.piece_bytes
+        self._place, self._watch, self._members, self._slot = place, watch, members, slot
+        self._first = [place.world.counters_at(m, slot) // _WORD_BYTES for m in members]
+        self._round = 0
+        self._readers: list[Sequence[int]] = [(), ()]  # of what lies in each half
+        self.call = 0
+
+    def post(self, parts: Sequence[Part], readers: Sequence[int] | None = None) -> None:
+        number = self._round + 1
+        self._wait(self._readers[number % 2], self._round)
+        self._readers[number % 2] = range(self.size) if readers is None else readers
+        base = self._place.world.half_at(self._members[self.rank], self._slot, number)
+        for begin, part in parts:
+            if begin + len(part) > self.piece_bytes:
+                raise MetainferError(f"a piece of {begin + len(part)} bytes is too large")
+            self._place.bytes[base + begin : base + begin + len(part)].copy_(part)
+        first = self._first[self.rank]
+        self._place.counters[first + _CALL + number % 2] = self.call
+        self._place.counters[first + _ROUND] = number
+        self._round = number
+
+    def fetch(self, rank: int, begin: int, length: int) -> torch.Tensor:
+        self._wait((rank,), self._round)
+        call = self._place.counters[self._first[rank] + _CALL + self._round % 2]
+        if call != self.call:
+            raise GroupError(
+                f"rank {self._members[self.rank]} is in {_name(self.call)}, rank"
+                f" {self._members[rank]} in {_name(call)}"
+            )
+        base = self._place.world.half_at(self._members[rank], self._slot, self._round) + begin
+        return self._place.bytes[base : base + length]
+
+    def _wait(self, ranks: Sequence[int], number: int) -> None:
+        """Until all `ranks` have begun round `number`."""
+        counters, first = self._place.counters, self._first
+
+        def behind() -> list[int]:
+            return [rank for rank in ranks if counters[first[rank] + _ROUND] < number]
+
+        self._watch.until(lambda: not behind(), lambda: [self._members[rank] for rank in behind()])
+
+    def put(self, to: int, piece: torch.Tensor) -> None:
+        """Into the channel to a member, when there is room."""
+        counters, world = self._place.counters, self._place.world
+        put, got = self._first[self.rank] + _PUT + to, self._first[to] + _GOT + self.rank
+        number = counters[put]
+        self._watch.until(
+            lambda: number - counters[got] < CHANNEL_PIECES, lambda: [self._members[to]]
+        )
+        base = world.channel_at(self._members[self.rank], self._slot, to, number)
+        self._place.bytes[base : base + len(piece)].copy_(piece)
+        counters[put] = number + 1
+
+    def take(self, sender: int, piece: torch.Tensor) -> None:
+        """Out of the channel from a member, when something is there."""
+        counters, world = self._place.counters, self._place.world
+        put, got = self._first[sender] + _PUT + self.rank, self._first[self.rank] + _GOT + sender
+        number = counters[got]
+        self._watch.until(lambda: counters[put] > number, lambda: [self._members[sender]])
+        base = world.channel_at(self._members[sender], self._slot, self.rank, number)
+        piece.copy_(self._place.bytes[base : base + len(piece)])
+        counters[got] = number + 1
+
+
+class HostMemoryGroup(ProcessGroup):
+    """A group of tensors on the CPU; see `join_host_memory`."""
+
+    def __init__(
+        self, place: _Place, watch: Watch, members: Sequence[int], rank: int, slot: int,
+        choose: Choose, wire: str,
+    ) -> None:  # fmt: skip
+        super().__init__(members, rank, watch)
+        self._place, self._slot, self._choose, self._wire = place, slot, choose, wire
+        self._transport = HostTransport(place, watch, members, rank, slot)
+
+    def _begin(self, operation: str, size: int) -> None:
+        self._transport.call = OPERATIONS.index(operation) << _OPERATION_SHIFT | size
+
+    def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
+        return self.all_reduce_by(self._choose("all_reduce", partial.nbytes), partial, self._wire)
+
+    def all_reduce_by(
+        self, algorithm: str, partial: torch.Tensor, wire: str = "plain"
+    ) -> torch.Tensor:
+        """By one of `algorithms.ALL_REDUCES`, with one of `wire.WIRES`. Raises MetainferError where
+        those do not go together."""
+        form = wire_of(wire, partial)
+        why = algorithms.refusal(algorithm, self.size, form)
+        if why:
+            raise MetainferError(why)
+        partial = partial.contiguous()
+        with self._during("all_reduce", partial.nbytes):
+            ALL_REDUCES[algorithm](self._transport, partial.view(-1), form)
+        return partial
+
+    def all_gather(self, part_N: torch.Tensor) -> torch.Tensor:
+        part_N = part_N.contiguous()
+        found = part_N.new_empty(self.size * len(part_N), *part_N.shape[1:])
+        with self._during("all_gather", part_N.nbytes):
+            algorithms.all_gather(self._transport, _bytes(part_N), _by_rank(found, self.size))
+        return found
+
+    def reduce_scatter(self, partial_N: torch.Tensor) -> torch.Tensor:
+        rows = share_rows(len(partial_N), self.size)
+        total = partial_N.new_empty(rows, *partial_N.shape[1:])
+        with self._during("reduce_scatter", partial_N.nbytes):
+            algorithms.reduce_scatter(
+                self._transport,
+                partial_N.contiguous().view(self.size, total.numel()),
+                total.view(-1),
+                wire_of(self._wire, partial_N),
+            )
+        return total
+
+    def all_to_all(self, parts_N: torch.Tensor) -> torch.Tensor:
+        share_rows(len(parts_N), self.size)
+        parts_N = parts_N.contiguous()
+        found = torch.empty_like(parts_N)
+        with self._during("all_to_all", parts_N.nbytes):
+            parts_SB, found_SB = _by_rank(parts_N, self.size), _by_rank(found, self.size)
+            algorithms.all_to_all(self._transport, parts_SB, found_SB)
+        return found
+
+    def send(self, tensor: torch.Tensor, to: int) -> None:
+        with self._during("send", tensor.nbytes):
+            for piece in _bytes(tensor.contiguous()).split(CHANNEL_PIECE_BYTES):
+                self._transport.put(to, piece)
+
+    def receive(self, like: torch.Tensor, sender: int) -> torch.Tensor:
+        found = torch.empty(like.shape, dtype=like.dtype)
+        with self._during("receive", found.nbytes):
+            for piece in _bytes(found).split(CHANNEL_PIECE_BYTES):
+                self._transport.take(sender, piece)
+        return found
+
+    def part(self, ranks: Sequence[int]) -> HostMemoryGroup:
+        rank = check_part(ranks, self)
+        with self._during("part", 0):
+            free = self._all_numbers(self._place.next_slot)
+            slot = max(free[member] for member in ranks)
+            self._place.next_slot = slot + 1
+        members = [self.members[member] for member in ranks]
+        return HostMemoryGroup(
+            self._place, self._watch, members, rank, slot, self._choose, self._wire
+        )
+
+    def close(self) -> None:
+        """Of the group of all ranks this ends the process's part in the world."""
+        if not self._closed:
+            self._closed = True
+            if self._slot == 0:
+                self._watch.leave()
+
+
+def join_host_memory(
+    world: World, rank: int, *, choose: Choose = by_size, wire: str = "plain"
+) -> HostMemoryGroup:
+    """The group of all ranks, once all are there. Raises GroupError.
+
+    Args:
+        choose: names one of `algorithms.ALL_REDUCES` for an all-reduce.
+        wire: of sums, one of `wire.WIRES`.
+    """
+    watch = Watch(world.memory, rank, world.size, world.deadline_s)
+    place = _Place(world)
+    watch.join()
+    place.next_slot = 1
+    return HostMemoryGroup(place, watch, range(world.size), rank, 0, choose, wire)
+
+
+def _name(call: int) -> str:
+    size = call & ((1 << _OPERATION_SHIFT) - 1)
+    return f"{OPERATIONS[call >> _OPERATION_SHIFT]} of {size} bytes"
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _by_rank(tensor: torch.Tensor, size: int) -> torch.Tensor:
+    """uint8 [size, bytes] of what is divided over ranks."""
+    whole = _bytes(tensor)
+    return whole.view(size, len(whole) // size)
