@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from metainfer.cli.terminal import Terminal
 from metainfer.cli.verb import Verb
-from metainfer.core.config import flag
+from metainfer.core.config import flag, flags_of
 from metainfer.core.errors import UserError
+from metainfer.plan.choices import NO_FLAGS, FormatFlags
 from metainfer.plan.workload import Workload, parse_workload
-from metainfer.shipped import SHIPPED_MODEL
+from metainfer.shipped import SHIPPED_MODEL, model_dir
+
+if TYPE_CHECKING:
+    from metainfer.arch.shapes import ModelShape
+    from metainfer.plan.choices import Choices
+    from metainfer.plan.proof import CacheProof
 
 _OBJECTIVES = ("throughput", "ttft", "interactive")
 
@@ -120,17 +126,23 @@ class PlanOptions:
                 raise UserError(f"{name} is of --compare, which is not given")
 
 
-def run(terminal: Terminal, options: PlanOptions) -> int:
+def run(terminal: Terminal, options: PlanOptions, formats: FormatFlags) -> int:
     from metainfer.bench.record import check_place, write_json
 
     if options.output is not None:
         check_place(options.output, "--output")
+    other = "--compare" if options.compare else "--from" if options.from_command else ""
+    if other and formats != NO_FLAGS:
+        given = next(
+            b.flag.name for b in flags_of(FormatFlags) if getattr(formats, b.field_name) is not None
+        )
+        raise UserError(f"{given} is of a plan, not of {other}", hint="leave one of the two out")
     if options.compare:
         written, told = _compare(options)
     elif options.from_command is not None:
         written, told = _advise(options)
     else:
-        written, told = _plan(options)
+        written, told = _plan(options, formats)
     if options.output is not None:
         write_json(options.output, written)
         terminal.say(f"wrote {options.output}")
@@ -138,30 +150,51 @@ def run(terminal: Terminal, options: PlanOptions) -> int:
     return 0
 
 
-def _plan(options: PlanOptions) -> tuple[dict[str, Any], str]:
+def _plan(options: PlanOptions, formats: FormatFlags) -> tuple[dict[str, Any], str]:
     """The record, and the text."""
     from metainfer.arch.shape_of import read_shape
     from metainfer.hardware.known import machine_of
     from metainfer.plan.emit import emit
+    from metainfer.plan.gains import outlook
     from metainfer.plan.ledger_ranks import RankLedgers
     from metainfer.plan.search import search
     from metainfer.plan.search_record import record
     from metainfer.plan.search_text import explained, summary
 
     model = options.model or SHIPPED_MODEL
+    shape, ledgers = read_shape(model), RankLedgers()
     result = search(
-        read_shape(model),
+        shape,
         machine_of(options.machine),
         options.workload or Workload(),
-        RankLedgers(),
+        ledgers,
         options.objective,
         options.engine,
+        choices=_choices(options, formats, shape),
     )
-    written = record(result)
     if options.emit is not None:
         emitted = emit(result, options.emit, model)
-        return {**written, "emitted": asdict(emitted)}, emitted.text()
-    return written, explained(result) if options.explain else summary(result)
+        return {**record(result), "emitted": asdict(emitted)}, emitted.text()
+    ahead = outlook(result, ledgers, formats, model)
+    told = explained(result, ahead) if options.explain else summary(result, ahead)
+    return record(result, ahead), told
+
+
+def _choices(options: PlanOptions, formats: FormatFlags, shape: ModelShape) -> Choices:
+    """What may compete: by flags, by proofs that lie here, by the engine that is to run it."""
+    from metainfer.plan.choices import SELF, Caches, choices_of
+    from metainfer.plan.emit import METAINFER
+    from metainfer.plan.proof import cache_proofs
+    from metainfer.plan.settings import EngineSettings
+
+    proofs: tuple[CacheProof, ...] = ()
+    if shape.arch is not None:
+        proofs = cache_proofs(model_dir(options.model), shape.arch, EngineSettings())
+    choices = choices_of(shape, options.engine, formats, proofs)
+    free = formats.kv_cache_dtype is None and formats.index_cache_dtype is None
+    if options.engine == SELF and options.emit not in (None, METAINFER) and free:
+        choices = replace(choices, caches=(Caches(),))  # as that engine keeps them
+    return choices
 
 
 def _compare(options: PlanOptions) -> tuple[dict[str, Any], str]:
@@ -215,7 +248,7 @@ def _advise(options: PlanOptions) -> tuple[dict[str, Any], str]:
 VERB = Verb(
     "plan",
     "Find the layout that suits a machine and a workload",
-    (("plan", PlanOptions),),
+    (("plan", PlanOptions), ("formats, where they are fixed", FormatFlags)),
     run,
     examples=(
         "metainfer plan deepseek-v4-flash --machine rtx-pro-6000-x8",

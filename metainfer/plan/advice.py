@@ -13,13 +13,17 @@ from metainfer.core.units import format_bytes, format_seconds
 from metainfer.hardware.facts import Unknown
 from metainfer.hardware.machine import Machine
 from metainfer.plan.candidates import refusal
+from metainfer.plan.choices import SELF
 from metainfer.plan.cost.constants import Constants, Profile, read_constants
 from metainfer.plan.cost.phases import Phases
 from metainfer.plan.cost.predict import Prediction, predict
 from metainfer.plan.cost.shape import in_formats
-from metainfer.plan.engine_commands import VERDICTS, SetUp
+from metainfer.plan.emit import Emitted, emit
+from metainfer.plan.engine_commands import VERDICTS, VLLM, SetUp
+from metainfer.plan.found import Fits, Ledger
 from metainfer.plan.layouts import Formats, Layouts
-from metainfer.plan.search import SELF, Fits, Ledger, Result, search
+from metainfer.plan.search import Result, search
+from metainfer.plan.speculation import ACCEPTED, draft_counts, most_drafted, speculated
 from metainfer.plan.workload import Workload
 
 _STOCK = "stock"
@@ -36,6 +40,7 @@ class Advice:
     fits: of its fullest GPU; None likewise.
     same: the best of the same engine; None where it has no layout.
     ours: the best of metainfer; None likewise.
+    start: how to start `same`; None where that is hardly better.
     notes: sentences.
     """
 
@@ -46,6 +51,7 @@ class Advice:
     fits: Fits | None
     same: Result | None
     ours: Result | None
+    start: Emitted | None
     notes: tuple[str, ...]
 
 
@@ -71,9 +77,11 @@ def advise(
     now, problem, fits = _predicted(set_up, shape, machine, workload, profile, constants, ledger)
     same = _best(shape, machine, workload, ledger, objective, _STOCK)
     ours = _best(shape, machine, workload, ledger, objective, SELF)
-    return Advice(
-        set_up, workload, now, problem, fits, same, ours, tuple(_notes(set_up, same, machine))
-    )
+    start = None
+    if same is not None and (now is None or _gain(now, same) >= _SMALL):
+        start = emit(same, set_up.engine, set_up.model or shape.name, _most_requests(set_up))
+    notes = (*_notes(set_up, shape, same, machine), *_others(set_up, start))
+    return Advice(set_up, workload, now, problem, fits, same, ours, start, notes)
 
 
 def _require_gpus(set_up: SetUp, machine: Machine) -> None:
@@ -85,18 +93,25 @@ def _require_gpus(set_up: SetUp, machine: Machine) -> None:
     given = min(len(machine.gpus), set_up.visible or len(machine.gpus))
     if set_up.layout.gpus > given:
         raise UserError(
-            f"the command needs {set_up.layout.gpus} GPUs ({set_up.layout.name}) and has {given}"
+            f"the command needs {set_up.layout.gpus} GPUs ({set_up.layout.name}) and has {given}",
+            hint="name the machine that it runs on with --machine"
+            + ("" if set_up.visible is None else ", or look at CUDA_VISIBLE_DEVICES"),
         )
 
 
 def _bounded(set_up: SetUp, workload: Workload) -> Workload:
     """At most as many requests as the command lets run, and as long as it allows."""
-    most = set_up.requests
-    if set_up.engine == "vllm" and most is not None:
-        most *= set_up.layout.replicas  # each of vLLM's replicas has as many
+    most = _most_requests(set_up)
     at_once = min(workload.requests_at_once, most or workload.requests_at_once)
     longest = max(workload.longest_context, set_up.context_tokens or 0)
     return replace(workload, requests_at_once=at_once, longest_context=longest)
+
+
+def _most_requests(set_up: SetUp) -> int | None:
+    """That all servers of the command let run; None where it leaves that to the engine."""
+    if set_up.engine == VLLM and set_up.requests is not None:
+        return set_up.requests * set_up.layout.replicas  # each of vLLM's replicas has as many
+    return set_up.requests
 
 
 def _predicted(
@@ -117,12 +132,22 @@ def _predicted(
     reason = refusal(in_formats(shape, Formats(experts=set_up.experts)), layouts, able)
     if reason:
         return None, reason, None
-    formats = Formats(experts=set_up.experts, chunk_rows=set_up.rows)
+    drafted = _drafted(set_up, shape)
+    formats = Formats(experts=set_up.experts, chunk_rows=set_up.rows, draft=drafted)
     fits = ledger(shape, machine, layouts, workload, formats)
     phases = Phases(in_formats(shape, formats), machine, constants, profile)
     if phases.problem:
         return None, phases.problem, fits
-    return predict(phases, layouts, formats, workload), "", fits
+    plain = predict(phases, layouts, formats, workload)
+    return speculated(phases, layouts, formats, workload, plain), "", fits
+
+
+def _drafted(set_up: SetUp, shape: ModelShape) -> int:
+    """Tokens that it drafts before a step by blocks of the checkpoint; stages draft none."""
+    counts = draft_counts(shape)
+    if set_up.drafts == 0 or not counts or set_up.layout.pipeline > 1:
+        return 0
+    return min(set_up.drafts or counts[0], most_drafted(shape))
 
 
 def _best(
@@ -139,9 +164,20 @@ def _best(
         return None
 
 
-def _notes(set_up: SetUp, same: Result | None, machine: Machine) -> Iterator[str]:
-    if set_up.speculates:
-        yield "it drafts tokens, which raises its decode rate: predictions are without that"
+def _notes(
+    set_up: SetUp, shape: ModelShape, same: Result | None, machine: Machine
+) -> Iterator[str]:
+    drafted = _drafted(set_up, shape)
+    if drafted:
+        yield (
+            f"it drafts {drafted} tokens a step: predicted as if blocks of the checkpoint drafted"
+            f" and {ACCEPTED:.0%} of tokens held"
+        )
+    elif set_up.drafts != 0:
+        yield (
+            "it drafts tokens, which raises its decode rate: predicted without, for that is not"
+            " by blocks of the checkpoint, or it has stages"
+        )
     if set_up.no_peers:
         yield "NCCL_P2P_DISABLE sends its exchanges through host memory; without it, as below"
     if set_up.eager:
@@ -152,12 +188,34 @@ def _notes(set_up: SetUp, same: Result | None, machine: Machine) -> Iterator[str
         yield "no layout of this engine fits by the ledger"
 
 
+def _others(set_up: SetUp, start: Emitted | None) -> Iterator[str]:
+    """Flags and variables that go on as they are."""
+    if start is None:
+        return
+    taken = {word.partition("=")[0] for word in start.commands[0].split()}
+    kept = [
+        name
+        for name in (
+            one.written.split()[0].partition("=")[0] for one in set_up.said if not one.part
+        )
+        if name not in taken
+    ]
+    if kept:
+        yield f"what of your command is not in the one above goes on as it is: {', '.join(kept)}"
+
+
 def text(found: Advice) -> str:
-    """At most 100 columns."""
-    lines = [*_flags(found.set_up), *_now(found), *_better(found)]
+    """At most 100 columns, but for words of a command that are longer."""
+    lines = [*_flags(found.set_up), *_now(found), *_better(found), *_start(found)]
     for note in found.notes:
         lines += textwrap.wrap(note, 100, initial_indent="note       ", subsequent_indent=" " * 11)
     return "\n".join(lines)
+
+
+def _start(found: Advice) -> list[str]:
+    if found.start is None:
+        return []
+    return ["", f"Start the better one of {found.set_up.engine} with:", found.start.text(), ""]
 
 
 def _flags(set_up: SetUp) -> list[str]:
@@ -215,7 +273,9 @@ def _better(found: Advice) -> list[str]:
             continue
         whose = found.set_up.engine if label == "better" else "this engine's own plan"
         more = "" if gain is None else f": {gain:+.0%} requests a second"
-        told = f"{whose}, {best.layouts.name}, chunks of {best.formats.chunk_rows:,} rows{more}"
+        drafts = f", drafting {best.formats.draft} tokens" if best.formats.draft else ""
+        rows = f"chunks of {best.formats.chunk_rows:,} rows"
+        told = f"{whose}, {best.layouts.name}, {rows}{drafts}{more}"
         lines += textwrap.wrap(told, 100, initial_indent=f"{label:<11}", subsequent_indent=" " * 11)
         lines.append(f"           {_rates(best.prediction)}")
     return lines
@@ -225,7 +285,11 @@ def gain_of(found: Advice, result: Result) -> float | None:
     """Requests a second more than now, as a share; None where nothing runs now."""
     if found.now is None:
         return None
-    return result.best.prediction.requests_per_s / found.now.requests_per_s - 1.0
+    return _gain(found.now, result)
+
+
+def _gain(now: Prediction, result: Result) -> float:
+    return result.best.prediction.requests_per_s / now.requests_per_s - 1.0
 
 
 def _rates(told: Prediction) -> str:
@@ -256,12 +320,14 @@ def record(found: Advice) -> dict[str, Any]:
                 "engine": result.profile.name,
                 "layout": result.best.layouts.name,
                 "chunk_rows": result.best.formats.chunk_rows,
+                "draft": result.best.formats.draft,
                 "gain": gain_of(found, result),
                 **_numbers(result.best.prediction),
             }
             for result in (found.same, found.ours)
             if result is not None
         ],
+        "start": None if found.start is None else asdict(found.start),
         "notes": list(found.notes),
     }
 

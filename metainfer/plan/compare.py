@@ -10,7 +10,8 @@ from metainfer.arch.shapes import ModelShape
 from metainfer.core.errors import UserError
 from metainfer.core.units import format_seconds
 from metainfer.hardware.machine import Machine
-from metainfer.plan.search import Ledger, Result, search
+from metainfer.plan.found import Ledger
+from metainfer.plan.search import Result, search
 from metainfer.plan.search_text import wrapped
 from metainfer.plan.workload import Workload
 

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import shlex
+import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from metainfer.arch.attention_sides import V41_FAMILY
 from metainfer.hardware.facts import Unknown
 from metainfer.ops.attention import DENSE
+from metainfer.ops.cache_formats import CODED_KEYS, PLAIN
+from metainfer.plan.command_text import command_lines
 from metainfer.plan.engine_commands import SGLANG, VLLM
+from metainfer.plan.found import Candidate
 from metainfer.plan.layouts import RELEASED
-from metainfer.plan.search import Candidate, Result
+from metainfer.plan.search import Result
+from metainfer.plan.speculation import drafts_a_block
 
 METAINFER = "metainfer"
 
 _CHANNELS = 8
+_WIDTH = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,23 +31,45 @@ class Emitted:
     engine: whose commands these are.
     commands: one for each server, with its environment before it.
     lost: sentences: what of the plan they do not say.
+    unsure: likewise, of flags that the engine may not take for this model.
     """
 
     engine: str
     commands: tuple[str, ...]
     lost: tuple[str, ...]
+    unsure: tuple[str, ...]
 
     def text(self) -> str:
-        notes = [f"# not expressed: {sentence}" for sentence in self.lost]
-        return "\n".join([*notes, *self.commands])
+        """For a shell, over lines of at most 100 columns where words allow it."""
+        lines = [*self.notes("# ")]
+        for command in self.commands:
+            lines += command_lines(command, _WIDTH)
+        return "\n".join(lines)
+
+    def notes(self, indent: str) -> list[str]:
+        lines = []
+        for label, sentences in (("not expressed", self.lost), ("not sure", self.unsure)):
+            for sentence in sentences:
+                lines += textwrap.wrap(
+                    f"{label}: {sentence}",
+                    _WIDTH,
+                    initial_indent=indent,
+                    subsequent_indent=f"{indent}  ",
+                    break_long_words=False,
+                    break_on_hyphens=False,
+                )
+        return lines
 
 
-def emit(result: Result, engine: str, model: str) -> Emitted:
+def emit(result: Result, engine: str, model: str, requests: int | None = None) -> Emitted:
     """Of the best layout.
 
     Args:
         model: as the engine is to be told, a directory or a name.
+        requests: that all servers let run at once; if not given, those of the workload.
     """
+    if requests is not None:
+        result = replace(result, workload=replace(result.workload, requests_at_once=requests))
     best = result.best
     makers = {METAINFER: _metainfer, VLLM: _vllm, SGLANG: _sglang}
     layout = best.layouts.decode
@@ -55,7 +85,8 @@ def emit(result: Result, engine: str, model: str) -> Emitted:
         if servers > 1:
             words += ["--port", str(8000 + server)]
         commands.append(" ".join([*environment, *map(shlex.quote, words)]))
-    return Emitted(engine, tuple(commands), tuple(_lost(result, best, engine)))
+    lost, unsure = _lost(result, best, engine), _unsure(result, best, engine)
+    return Emitted(engine, tuple(commands), tuple(lost), tuple(unsure))
 
 
 def _requests(result: Result, best: Candidate) -> int:
@@ -70,8 +101,12 @@ def _metainfer(result: Result, best: Candidate, model: str) -> list[str]:
     words += ["--max-num-batched-tokens", str(best.formats.chunk_rows)]
     if layout.tensor > 1:
         words += ["--tensor-parallel-size", str(layout.tensor)]
-    if best.formats.latents != RELEASED:
-        words += ["--kv-cache-dtype", best.formats.latents]
+    latents, keys = best.formats.latents, best.formats.index_keys
+    if latents == RELEASED:
+        latents = "fp8"  # which is what this engine keeps of released bytes
+    words += ["--kv-cache-dtype", latents]
+    if keys not in (RELEASED, latents):
+        words += ["--index-cache-dtype", keys]
     return words
 
 
@@ -85,7 +120,11 @@ def _vllm(result: Result, best: Candidate, model: str) -> list[str]:
     if layout.expert == layout.group > 1:
         words.append("--enable-expert-parallel")
     words += _count("--decode-context-parallel-size", layout.kv_shards)
-    return [*words, *_cache_format(result, best, "fp8")]
+    words += _cache_format(result, best, "fp8")
+    if best.formats.draft and not drafts_a_block(result.shape):
+        told = {"method": "mtp", "num_speculative_tokens": best.formats.draft}
+        words += ["--speculative-config", json.dumps(told)]
+    return words
 
 
 def _sglang(result: Result, best: Candidate, model: str) -> list[str]:
@@ -98,7 +137,14 @@ def _sglang(result: Result, best: Candidate, model: str) -> list[str]:
     words += _count("--pp-size", layout.pipeline)
     words += _count("--dp-size", layout.replicas)
     words += _count("--ep-size", layout.expert)
-    return [*words, *_cache_format(result, best, "fp8_e4m3")]
+    words += _cache_format(result, best, "fp8_e4m3")
+    drafts = best.formats.draft
+    if drafts and not drafts_a_block(result.shape):
+        # A chain: one token a step, and the last one's successor comes from the model itself.
+        words += ["--speculative-algorithm", "EAGLE", "--speculative-num-steps", str(drafts)]
+        words += ["--speculative-eagle-topk", "1"]
+        words += ["--speculative-num-draft-tokens", str(drafts + 1)]
+    return words
 
 
 def _count(name: str, count: int) -> list[str]:
@@ -108,6 +154,8 @@ def _count(name: str, count: int) -> list[str]:
 def _cache_format(result: Result, best: Candidate, spelled: str) -> list[str]:
     released = result.shape.side.entry_format
     latents = best.formats.latents
+    if latents in PLAIN:
+        return ["--kv-cache-dtype", "bfloat16"]
     coded = latents == "fp8" or (latents == RELEASED and released != DENSE)
     return ["--kv-cache-dtype", spelled] if coded else []
 
@@ -127,6 +175,8 @@ def _environment(result: Result, engine: str) -> Iterator[str]:
 def _lost(result: Result, best: Candidate, engine: str) -> Iterator[str]:
     before, layout = best.layouts.prefill, best.layouts.decode
     if engine == METAINFER:
+        if result.shape.arch is None:
+            yield f"{result.shape.name} is planned for, and not served by this version"
         yield from _not_yet(best)
     elif before.context > 1:
         yield (
@@ -139,6 +189,7 @@ def _lost(result: Result, best: Candidate, engine: str) -> Iterator[str]:
         yield f"experts in {layout.expert} parts of {layout.group} ranks: slices of each instead"
     if engine != METAINFER and best.formats.wire != "bf16":
         yield f"activations of prompts in {best.formats.wire} between ranks"
+    yield from _lost_formats(result, best, engine)
     for name, form in (("experts", best.formats.experts), ("other matrices", best.formats.linear)):
         if form != RELEASED:
             yield f"{name} in {form}: name a checkpoint that has them so"
@@ -148,6 +199,33 @@ def _lost(result: Result, best: Candidate, engine: str) -> Iterator[str]:
     unused = 0 if isinstance(machine.gpus, Unknown) else len(machine.gpus) - layout.gpus
     if unused > 0:
         yield f"{unused} GPUs are not used"
+
+
+def _unsure(result: Result, best: Candidate, engine: str) -> Iterator[str]:
+    """Flags that an engine has, of which it is not known whether it takes them for this model."""
+    layout, name = best.layouts.decode, result.shape.name
+    served = result.shape.arch is not None
+    if engine == VLLM and layout.kv_shards > 1:
+        yield f"whether vLLM takes --decode-context-parallel-size for {name}"
+    if engine != METAINFER and best.formats.latents in PLAIN:
+        yield f"whether {engine} takes --kv-cache-dtype bfloat16 for {name}"
+    if engine != METAINFER and layout.pipeline > 1 and result.shape.side.family == V41_FAMILY:
+        yield f"whether {engine} runs {name} in stages: SGLang refused it once (sglang 40877)"
+    if engine != METAINFER and best.formats.draft and not (served or drafts_a_block(result.shape)):
+        yield f"whether {engine} drafts {name} by this method"
+
+
+def _lost_formats(result: Result, best: Candidate, engine: str) -> Iterator[str]:
+    if engine != METAINFER and best.formats.draft and drafts_a_block(result.shape):
+        yield (
+            f"drafting {best.formats.draft} tokens with the blocks that {result.shape.name} has for"
+            " it: how this engine is told so is not known here"
+        )
+    elif engine == METAINFER and best.formats.draft:
+        yield f"drafting {best.formats.draft} tokens, which this version does not do"
+    keys = best.formats.index_keys
+    if engine != METAINFER and keys not in (RELEASED, best.formats.latents, CODED_KEYS):
+        yield f"index keys in {keys}: how this engine is told so is not known here"
 
 
 def _not_yet(best: Candidate) -> Iterator[str]:

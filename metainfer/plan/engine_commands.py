@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path, PurePosixPath
@@ -28,6 +29,18 @@ _STARTS = {
     VLLM: (("vllm", "serve"), ("-m", "vllm.entrypoints.openai.api_server")),
     SGLANG: (("-m", "sglang.launch_server"), ("sglang", "serve")),
 }
+_PARTS = {
+    "tensor": "ranks of tensor parallelism",
+    "replicas": "replicas (data parallelism)",
+    "pipeline": "stages of a pipeline",
+    "expert": "parts that experts are dealt out to",
+    "kv_shards": "ranks that divide caches",
+    "chunk": "rows of a step",
+    "requests": "requests at once",
+    "context_tokens": "the longest context",
+    "draft_steps": "tokens drafted before a step",
+}
+"""What the number of a flag stands for."""
 _CHUNKS = {VLLM: 8192, SGLANG: 8192}
 """Rows of the largest prefill step where the command does not say."""
 
@@ -66,12 +79,14 @@ _SECRET = re.compile(r"(?i)key|token$|secret|password")
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """One flag or variable of a command, and what becomes of it."""
+    """One flag or variable of a command, and what becomes of it; `part`: what of the set-up it
+    says, "" for nothing that is predicted."""
 
     written: str
     verdict: str
     to: str
     why: str
+    part: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +101,8 @@ class SetUp:
         tuned: NCCL's channels are set.
         no_peers: peer access is switched off.
         eager: decoding without graphs.
-        speculates: drafts tokens.
+        drafts: tokens that it drafts before a step; None where it drafts and does not say how
+            many.
         visible: GPUs that it may use; None for all.
         experts: format of routed experts that the checkpoint's name tells, as `Formats.experts`.
         said: each flag and variable, in the command's order.
@@ -101,7 +117,7 @@ class SetUp:
     tuned: bool
     no_peers: bool
     eager: bool
-    speculates: bool
+    drafts: int | None
     visible: int | None
     experts: str
     said: tuple[Said, ...]
@@ -123,9 +139,9 @@ def read_command(text: str) -> SetUp:
 
     Raises UserError where no engine is started, and for values that are no numbers.
     """
-    path = Path(text)
-    if "\n" not in text and len(text) < 4096 and path.is_file():
-        text = path.read_text(encoding="utf-8", errors="replace")
+    with suppress(OSError):  # a long command is no name of a file
+        if "\n" not in text and Path(text).is_file():
+            text = Path(text).read_text(encoding="utf-8", errors="replace")
     words = _words(text)
     engine, start = _engine(words)
     values: dict[str, str] = {}
@@ -140,7 +156,10 @@ def _words(text: str) -> list[str]:
     try:
         words = shlex.split(joined)
     except ValueError as error:
-        raise UserError(f"the command does not read as a shell's: {str(error).lower()}") from error
+        raise UserError(
+            f"the command does not read as a shell's: {str(error).lower()}",
+            hint="put the whole command in one pair of quotes, or in a file that --from names",
+        ) from error
     return [word for word in words if word not in ("export", "env", "exec", "\\")]
 
 
@@ -177,7 +196,7 @@ def _read_flags(engine: str, words: Sequence[str], values: dict[str, str]) -> li
                 place += 1
         if name in ("--model", "--model-path"):
             values["model"] = taken[0] if taken else ""
-            said.append(Said(f"{name} {values['model']}", KEPT, "MODEL", ""))
+            said.append(Said(f"{name} {values['model']}", KEPT, "MODEL", "", "model"))
             continue
         written = " ".join([name, *(_shown(name, value) for value in taken)])
         if name not in known:
@@ -186,7 +205,7 @@ def _read_flags(engine: str, words: Sequence[str], values: dict[str, str]) -> li
         flag = known[name]
         if flag.part:
             values[flag.part] = taken[0] if taken else "1"
-        said.append(Said(written, flag.verdict, flag.to, flag.why))
+        said.append(Said(written, flag.verdict, flag.to, flag.why, flag.part))
     return said
 
 
@@ -197,7 +216,7 @@ def _is_flag(word: str) -> bool:
 def _positional(word: str, engine: str, values: dict[str, str]) -> Said:
     if engine == VLLM and "model" not in values:
         values["model"] = word
-        return Said(word, KEPT, "MODEL", "")
+        return Said(word, KEPT, "MODEL", "", "model")
     return Said(word, UNKNOWN, "", "not part of such a command")
 
 
@@ -207,7 +226,7 @@ def _variable(word: str, values: dict[str, str]) -> Said:
         if known.name == name:
             if known.part:
                 values[known.part] = value
-            return Said(word, MAPPED, known.effect, known.why)
+            return Said(word, MAPPED, known.effect, known.why, known.part)
     shown = f"{name}={_shown(name, value)}"
     return Said(shown, UNKNOWN, "", "not a variable that is known here")
 
@@ -228,8 +247,13 @@ def _set_up(engine: str, values: Mapping[str, str], said: Sequence[Said]) -> Set
         replicas=replicas,
         tensor=tensor,
         pipeline=_number(values, "pipeline", 1),
-        expert=_dividing(expert, group, "expert parts"),
-        kv_shards=_dividing(_number(values, "kv_shards", 1), group, "shards of caches"),
+        expert=_dividing(expert, group, "expert parts", "--ep-size"),
+        kv_shards=_dividing(
+            _number(values, "kv_shards", 1),
+            group,
+            "shards of caches",
+            "--decode-context-parallel-size",
+        ),
     )
     visible = values.get("visible")
     return SetUp(
@@ -242,7 +266,7 @@ def _set_up(engine: str, values: Mapping[str, str], said: Sequence[Said]) -> Set
         tuned=_optional_number(values.get("tuned")) >= 8,
         no_peers=values.get("no_peers", "0") not in ("0", ""),
         eager="eager" in values,
-        speculates="speculation" in values,
+        drafts=_drafts(values),
         visible=None if not visible else len(visible.split(",")),
         experts=_experts(values.get("model", ""), said),
         said=tuple(said),
@@ -256,10 +280,27 @@ def _experts(model: str, said: Sequence[Said]) -> str:
     return RELEASED
 
 
-def _dividing(count: int, group: int, what: str) -> int:
+def _dividing(count: int, group: int, what: str, flag: str) -> int:
     if group % count:
-        raise UserError(f"{count} {what} do not divide {group} ranks")
+        fitting = ", ".join(str(part) for part in range(1, group + 1) if group % part == 0)
+        raise UserError(
+            f"{count} {what} do not divide {group} ranks", hint=f"give {flag} one of {fitting}"
+        )
     return count
+
+
+def _drafts(values: Mapping[str, str]) -> int | None:
+    """Tokens drafted before a step: as the command counts them, 0 where it drafts none."""
+    if "speculation" not in values:
+        return 0
+    if "draft_steps" in values:
+        return _optional(values, "draft_steps")
+    with suppress(ValueError):
+        told = json.loads(values["speculation"])
+        if isinstance(told, dict):
+            count = told.get("num_speculative_tokens")
+            return count if isinstance(count, int) and count > 0 else None
+    return None
 
 
 def _number(values: Mapping[str, str], part: str, default: int) -> int:
@@ -274,9 +315,15 @@ def _optional(values: Mapping[str, str], part: str) -> int | None:
     try:
         number = parse_count(text)
     except ValueError as error:
-        raise UserError(f"the command gives '{text}' where a number must be") from error
+        raise UserError(
+            f"the command gives '{text}' where a number must be",
+            hint=f"it stands for {_PARTS.get(part, part)}; auto leaves it to the engine",
+        ) from error
     if number < 1:
-        raise UserError(f"the command gives {number} where at least 1 must be")
+        raise UserError(
+            f"the command gives {number} where at least 1 must be",
+            hint=f"it stands for {_PARTS.get(part, part)}; leave it out where there is one",
+        )
     return number
 
 

@@ -133,7 +133,7 @@ def stage_caches(
     last = shape.num_layers - 1 in layers
     blocks: Counter[str] = Counter()
     sequences: Counter[str] = Counter()
-    for name, kind in _kinds(shape, formats.draft and last, draft_rows, layers):
+    for name, kind in _kinds(shape, draft_rows > 0 and last, draft_rows, layers):
         size = kind.rows_per_block * rows.row_bytes(kind)
         (blocks if kind.scope is Scope.TOKENS else sequences)[name] += size
     return StageCaches(dict(blocks), dict(sequences))

@@ -124,7 +124,8 @@ class Formats:
             without such tables.
         chunk_rows: rows of the largest prefill step, of a whole group.
         wire: of activations between ranks in prefill: "bf16", "fp8", "int8".
-        draft: drafting blocks of the checkpoint are loaded.
+        draft: tokens that the checkpoint's drafting blocks draft of a sequence before each decode
+            step; 0: these blocks are not loaded.
         linear: as `experts`, of attention, shared experts and dense layers: "bf16" or "fp8".
     """
 
@@ -134,7 +135,7 @@ class Formats:
     engram: str = "host"
     chunk_rows: int = 8192
     wire: str = "bf16"
-    draft: bool = False
+    draft: int = 0
     linear: str = RELEASED
 
 

@@ -78,6 +78,30 @@ class RankLedgers:
             return ledger
         return replace(ledger, reason=_reason(self._sums, asked, ledger))
 
+    def without_reasons(
+        self,
+        shape: ModelShape,
+        machine: Machine,
+        layouts: Layouts,
+        workload: Workload,
+        formats: Formats,
+    ) -> RankLedger:
+        """As a call, for who asks whether it fits and not why."""
+        asked = _Asked(shape, machine, layouts, formats, demand_of(workload, layouts))
+        return asked.ledger(self._sums)
+
+    def most_context(
+        self,
+        shape: ModelShape,
+        machine: Machine,
+        layouts: Layouts,
+        workload: Workload,
+        formats: Formats,
+    ) -> int:
+        """As the function of this name."""
+        asked = _Asked(shape, machine, layouts, formats, demand_of(workload, layouts))
+        return _most_context(self._sums, asked)
+
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
@@ -209,7 +233,7 @@ def _released_latents(asked: _Asked) -> _Asked | None:
 
 
 def _without_draft(asked: _Asked) -> _Asked | None:
-    return asked.with_formats(draft=False) if asked.formats.draft else None
+    return asked.with_formats(draft=0) if asked.formats.draft else None
 
 
 def _experts_in_4_bits(asked: _Asked) -> _Asked | None:
@@ -241,7 +265,7 @@ _REMEDIES: tuple[_Remedy, ...] = (
     ("Engram tables in host memory", _engram_to_host),
     ("heads divided in prefill too", _heads_in_prefill),
     (f"chunks of {_SMALL_CHUNK:,} rows", _smaller_chunk),
-    ("latents as released", _released_latents),
+    ("coded caches (--kv-cache-dtype released)", _released_latents),
     ("no drafting blocks", _without_draft),
     ("routed experts in 4 bits", _experts_in_4_bits),
     ("twice the GPUs in a group", _larger_group),

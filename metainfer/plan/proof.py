@@ -111,12 +111,20 @@ def keep(record: Mapping[str, Any], key: str, cache: Path | None = None) -> Path
 def cache_proof(
     directory: Path, arch: Arch, settings: EngineSettings, cache: Path | None = None
 ) -> CacheProof | None:
-    """The latest verdict on each pair of formats counts; of those that passed, the latest. Files
+    """Of `cache_proofs` the latest."""
+    return next(iter(cache_proofs(directory, arch, settings, cache)), None)
+
+
+def cache_proofs(
+    directory: Path, arch: Arch, settings: EngineSettings, cache: Path | None = None
+) -> tuple[CacheProof, ...]:
+    """The latest verdict on each pair of formats counts; those that passed, the latest first. Files
     that are no such records count for nothing."""
     key = model_key(directory, settings)
     if key is None:
-        return None
+        return ()
     seen: set[tuple[str, str]] = set()
+    passed = []
     for record in _latest_first(key, cache or default_cache()):
         with suppress(KeyError, TypeError, ValueError):
             proof = judged(record, arch)
@@ -124,8 +132,8 @@ def cache_proof(
                 continue
             seen.add((proof.latents, proof.index_keys))
             if record["verdict"]["passed"] is True:
-                return proof
-    return None
+                passed.append(proof)
+    return tuple(passed)
 
 
 def _latest_first(key: str, cache: Path) -> list[dict[str, Any]]:

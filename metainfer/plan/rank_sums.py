@@ -92,7 +92,7 @@ class RankSums:
     ) -> RankLedger:
         """The ledger without a reason. Raises UserError where the machine has too few
         GPUs, and for words that are no formats."""
-        key = (id(shape), formats.linear, formats.experts, formats.draft)
+        key = (id(shape), formats.linear, formats.experts, bool(formats.draft))
         known = self._models.get(key)
         if known is None or known.shape is not shape:
             known = _Model(shape, weight_parts(shape, formats))
@@ -124,7 +124,7 @@ class _Model:
         self.shape = shape
         self.parts = parts
         self._weights: dict[tuple[Division, int, int], dict[str, int]] = {}
-        self._caches: dict[tuple[str, str, bool, int, int, int], StageCaches] = {}
+        self._caches: dict[tuple[str, str, int, int, int], StageCaches] = {}
 
     def weights(self, cut: Division, stages: int, stage: int) -> dict[str, int]:
         key = (cut, stages, stage)
@@ -134,7 +134,7 @@ class _Model:
         return self._weights[key]
 
     def caches(self, formats: Formats, draft_rows: int, stages: int, stage: int) -> StageCaches:
-        key = (formats.latents, formats.index_keys, formats.draft, draft_rows, stages, stage)
+        key = (formats.latents, formats.index_keys, draft_rows, stages, stage)
         if key not in self._caches:
             layers = stage_layers(self.shape.num_layers, stages)[stage]
             self._caches[key] = stage_caches(self.shape, formats, draft_rows, layers)
@@ -156,8 +156,7 @@ class _Question:
 
     @property
     def draft_rows(self) -> int:
-        draft = self.shape.draft
-        return draft.rows if self.formats.draft and draft is not None else 0
+        return self.formats.draft if self.shape.draft is not None else 0
 
     @property
     def decode_rows(self) -> int:

@@ -10,13 +10,15 @@ from metainfer.hardware.facts import Unknown
 from metainfer.hardware.topology import fingerprint
 from metainfer.plan.cost.phases import Step
 from metainfer.plan.cost.transfers import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from metainfer.plan.search import Candidate, Result
+from metainfer.plan.found import Candidate
+from metainfer.plan.gains import Outlook
+from metainfer.plan.search import Result
 
 RECORD_VERSION = 1
 _SIZES = (4096, 65536, 2**20, 2**24, 2**27)
 
 
-def record(result: Result, shown: int = 10) -> dict[str, Any]:
+def record(result: Result, ahead: Outlook | None = None, shown: int = 10) -> dict[str, Any]:
     """JSON-ready. Seconds, bytes, tokens."""
     gpus = () if isinstance(result.machine.gpus, Unknown) else result.machine.gpus
     return {
@@ -37,6 +39,23 @@ def record(result: Result, shown: int = 10) -> dict[str, Any]:
         "runners_up": [_candidate(one) for one in result.ranked[1:shown]],
         "rejected": [asdict(rejection) for rejection in result.rejected],
         "notes": list(result.notes),
+        **({} if ahead is None else _ahead(ahead)),
+    }
+
+
+def _ahead(ahead: Outlook) -> dict[str, Any]:
+    return {
+        "longest_context_tokens": ahead.longest_context,
+        "not_chosen": [
+            {
+                "what": gain.what,
+                "flag": gain.flag,
+                "proof": gain.proof,
+                "longest_context_tokens": gain.longest_context,
+                "best": None if gain.result is None else _candidate(gain.result.best),
+            }
+            for gain in ahead.gains
+        ],
     }
 
 

@@ -7,9 +7,14 @@ from collections.abc import Sequence
 
 from metainfer.core.units import format_bytes, format_seconds
 from metainfer.hardware.facts import Unknown
+from metainfer.plan.choices import caches_text
+from metainfer.plan.command_text import command_lines
 from metainfer.plan.cost.phases import Step
+from metainfer.plan.found import Candidate
+from metainfer.plan.gains import Outlook, gain_text, where_to_prove
+from metainfer.plan.layouts import RELEASED
 from metainfer.plan.rank_lines import RankLedger, ledger_text
-from metainfer.plan.search import Candidate, Result
+from metainfer.plan.search import Result
 
 WIDTH = 100
 _SHOWN = 5
@@ -22,21 +27,23 @@ _LEGEND = (
 _PLACES = {"host": "in host memory", "gpu": "on GPUs", "disk": "on disk"}
 
 
-def summary(result: Result) -> str:
-    """The best layout in a screen."""
+def summary(result: Result, ahead: Outlook | None = None) -> str:
+    """The best layout in a screen, and what was not chosen for want of proof."""
     best = result.best
-    lines = [*_asked(result), "", *_choice(result), ""]
+    lines = [*_asked(result), "", *_choice(result, ahead), ""]
     lines += [*_rates(result, best), ""]
     lines += wrapped("note", result.notes)
+    lines += _not_chosen(result, ahead)
     lines.append("--explain shows where the time goes, the next layouts and why others lose.")
     return "\n".join(lines)
 
 
-def explained(result: Result) -> str:
+def explained(result: Result, ahead: Outlook | None = None) -> str:
     """The best layout, where its time goes, the next ones, and why others lose."""
     best = result.best
-    lines = [*_asked(result), "", *_choice(result), "", *_rates(result, best), ""]
+    lines = [*_asked(result), "", *_choice(result, ahead), "", *_rates(result, best), ""]
     lines += wrapped("note", result.notes)
+    lines += _not_chosen(result, ahead)
     lines += _table_of_time(
         "a token of a prompt (on one replica)", best.prediction.prefill, 1e6, "us"
     )
@@ -65,20 +72,38 @@ def _asked(result: Result) -> list[str]:
     ]
 
 
-def _choice(result: Result) -> list[str]:
+def _choice(result: Result, ahead: Outlook | None) -> list[str]:
     best = result.best
     formats = best.formats
-    placed = f"experts {formats.experts}"
+    placed = "experts as released" if formats.experts == RELEASED else f"experts {formats.experts}"
     if result.shape.engram is not None:
         placed += f", n-gram tables {_PLACES[formats.engram]}"
+    room = "" if ahead is None else f"; contexts to {ahead.longest_context:,} tokens would fit"
     return [
         f"prefill    {best.layouts.prefill.name}, chunks of {formats.chunk_rows:,} rows",
         f"decode     {best.layouts.decode.name}",
-        f"formats    {placed}, caches {formats.latents}",
+        f"formats    {placed}, {caches_text(result.shape, formats)}",
         *([f"wire       {_wire(result)}"] if best.layouts.prefill.group > 1 else []),
         f"memory     {format_bytes(best.ledger.total_bytes)} of"
-        f" {format_bytes(best.ledger.limit_bytes)} on the fullest GPU",
+        f" {format_bytes(best.ledger.limit_bytes)} on the fullest GPU{room}",
+        *([f"drafting   {formats.draft} tokens before each step"] if formats.draft else []),
     ]
+
+
+def _not_chosen(result: Result, ahead: Outlook | None) -> list[str]:
+    """Choices that need a proof, or more than this version."""
+    if ahead is None or not ahead.gains:
+        return []
+    lines = ["Not chosen; what each would give, what must come first, the flag that takes it now:"]
+    for gain in ahead.gains:
+        lines += _entry(gain.what, gain_text(result, ahead.longest_context, gain))
+        if gain.command:
+            lines += command_lines(gain.proof, WIDTH, " " * 6)
+        else:
+            lines += textwrap.wrap(gain.proof, WIDTH, initial_indent=" " * 6)
+        lines.append(f"      {gain.flag}")
+    where = where_to_prove(result) if any(gain.command for gain in ahead.gains) else ""
+    return [*lines, *([f"  {where}"] if where else []), ""]
 
 
 def _wire(result: Result) -> str:

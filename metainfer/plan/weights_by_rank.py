@@ -142,7 +142,7 @@ def weight_parts(shape: ModelShape, formats: Formats) -> tuple[Part, ...]:
     for spec in tensors_of(shape, stored_as(shape, formats), every_expert=False):
         if _TOWER.match(spec.name):
             continue
-        for key, copies in keys_of(shape, spec, formats.draft):
+        for key, copies in keys_of(shape, spec, formats.draft > 0):
             size = resident_bytes(spec, Residency.QUANTISED, _COMPUTE_BYTES)
             sums[key] += size * copies
     return tuple(Part(*key, size) for key, size in sums.items())

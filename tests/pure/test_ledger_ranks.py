@@ -122,7 +122,7 @@ def test_tables_that_the_host_cannot_hold() -> None:
 def test_v4_flash_on_two_cards_of_96_gb_holds_a_million_tokens() -> None:
     """4.2 to 4.7 GiB are free at one site with a million tokens (user-reports D10)."""
     pair = machine_of("rtx-pro-6000-x2")
-    held = ledger(V4, pair, both(tensor=2), at(MILLION), draft=True)
+    held = ledger(V4, pair, both(tensor=2), at(MILLION), draft=1)
     assert held.fits and 4 < held.free_bytes / GIB < 12
     assert not ledger(V4, machine_of("rtx-4090-x4"), both(tensor=4), at(8192)).fits
     assert most_sequences(V4, pair, both(tensor=2), at(8192), Formats()) > 64
@@ -147,7 +147,7 @@ def test_one_rank_is_what_the_ledger_of_the_engine_counts() -> None:
 def test_groups_of_weights_sum_to_all_that_is_loaded(name: str) -> None:
     """A tensor is in one group; shares of all ranks are at least the whole."""
     shape = SHAPES[name]
-    parts = weight_parts(shape, Formats(draft=True))
+    parts = weight_parts(shape, Formats(draft=1))
     assert {part.group for part in parts} <= set(GROUPS)
     stored = sum(
         spec.nbytes
@@ -211,7 +211,7 @@ def test_rings_and_stages_of_v41() -> None:
 
 
 def test_drafting_layers_of_glm_keep_entries_and_are_loaded_once() -> None:
-    without, drafts = (ledger(GLM, CARDS_96, both(tensor=8), draft=on) for on in (False, True))
+    without, drafts = (ledger(GLM, CARDS_96, both(tensor=8), draft=tokens) for tokens in (0, 1))
     assert without.bytes_of("drafting caches") == 0
     assert drafts.bytes_of("drafting caches") == 8192 * 128 * (656 + 132)
     assert 9.9e9 < drafts.bytes_of("drafting blocks") * 8 < 22e9
@@ -233,8 +233,7 @@ def test_more_ranks_need_no_more_of_what_is_divided(
     fewer = both(tensor=group, expert=expert, kv_shards=group)
     more = both(tensor=2 * group, expert=expert, kv_shards=2 * group)
     small, large = (
-        ledger(shape, CARDS_96, layouts, work, engram="gpu", draft=True)
-        for layouts in (fewer, more)
+        ledger(shape, CARDS_96, layouts, work, engram="gpu", draft=1) for layouts in (fewer, more)
     )
     for line in large.lines:
         if line.name != "communication":
@@ -303,7 +302,7 @@ def test_replicas_divide_the_requests() -> None:
 @pytest.mark.parametrize("shape", [V41, GLM])
 def test_the_table_is_at_most_100_columns(shape: ModelShape) -> None:
     for layouts in (both(tensor=8), Layouts(Layout(context=8), Layout(tensor=8))):
-        found = ledger(shape, CARDS_84, layouts, at(MILLION, 300), engram="host", draft=True)
+        found = ledger(shape, CARDS_84, layouts, at(MILLION, 300), engram="host", draft=1)
         lines = ledger_text(found)
         assert max(map(len, lines)) <= 100
         text = "\n".join(lines)

@@ -15,8 +15,9 @@ from metainfer.hardware.known import machine_of
 from metainfer.hardware.machine import Machine
 from metainfer.plan.compare import compare
 from metainfer.plan.compare import text as comparison_text
+from metainfer.plan.found import INTERACTIVE, OBJECTIVES, THROUGHPUT, TTFT
 from metainfer.plan.layouts import Formats, Layout, Layouts, layouts_of
-from metainfer.plan.search import INTERACTIVE, OBJECTIVES, THROUGHPUT, TTFT, Result, search
+from metainfer.plan.search import Result, search
 from metainfer.plan.search_record import record
 from metainfer.plan.search_text import WIDTH, explained, summary
 from metainfer.plan.workload import Workload, parse_workload
