@@ -66,7 +66,7 @@ class Dispatcher:
         self._post = post
         self._sinks: dict[str, Sink] = {}
         self._lock = threading.Lock()
-        self._closing = threading.Event()
+        self._closing = False
         self._failure: str | None = None
         self._thread = threading.Thread(target=self._drain, name="engine-events", daemon=True)
         self._thread.start()
@@ -106,7 +106,7 @@ class Dispatcher:
 
     def close(self) -> None:
         """Stop draining. The engine itself is not touched."""
-        self._closing.set()
+        self._closing = True
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -116,7 +116,7 @@ class Dispatcher:
 
     def _drain(self) -> None:
         try:
-            while not self._closing.is_set():
+            while not self._closing:
                 events = self._client.events(_DRAIN_TIMEOUT_S)
                 if not events and not self._client.stats().alive:
                     events = self._client.events(_DRAIN_TIMEOUT_S)  # what it said before it stopped
@@ -125,7 +125,7 @@ class Dispatcher:
                 if events:
                     self._post(lambda events=events: self._route(events))  # type: ignore[misc]
         except Exception as error:
-            if self._closing.is_set():
+            if self._closing:
                 return
             logger.exception("no more events from the engine")
             sentence = f"the engine has failed: {error}"

@@ -15,10 +15,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from queue import Empty, SimpleQueue
 from typing import Protocol
 
-from metainfer.core.errors import RequestError
+from metainfer.core.errors import MetainferError, RequestError
 from metainfer.core.events import EngineEvent, FinishEvent, FinishReason, Usage
 from metainfer.llm.admission import check_request
 from metainfer.llm.blocks import InvariantError
@@ -75,9 +77,11 @@ class Loop:
         self._flight: tuple[Step, Results, float] | None = None  # and when it was begun
         self._done_s = 0.0
         self._failures_in_a_row = 0
-        lock = threading.Lock()
-        self._work = threading.Condition(lock)  # for the engine thread
-        self._news = threading.Condition(lock)  # for the consumer of events
+        # The lock alone is taken, never through a condition: an interrupt of the main thread
+        # between the bytecodes of a condition would leave it taken.
+        self._lock = threading.Lock()
+        self._work = threading.Condition(self._lock)  # the engine thread waits for it
+        self._news: SimpleQueue[None] = SimpleQueue()  # the consumer of events waits for it
         # Guarded by the lock:
         self._inbox: deque[Request | str] = deque()  # requests, and ids to abort
         self._outbox: deque[EngineEvent] = deque()
@@ -94,7 +98,7 @@ class Loop:
         full (429), if its id is in use (400) or if the engine has stopped (503)."""
         limits = self._scheduler.limits
         check_request(request, limits)
-        with self._work:
+        with self._lock:
             if self._must_end():
                 raise RequestError(
                     "the engine has stopped" + (f": {self._death}" if self._death else ""),
@@ -122,32 +126,51 @@ class Loop:
 
     def abort(self, request_id: str) -> None:
         """End a request before the next step; ids that are not live are ignored."""
-        with self._work:
+        with self._lock:
             if request_id in self._live:
                 self._inbox.append(request_id)
                 self._work.notify()
 
     def events(self, timeout_s: float | None = None) -> Sequence[EngineEvent]:
         """See EngineClient. After the end of the loop: what is left, then nothing, at once."""
-        with self._news:
-            self._news.wait_for(lambda: self._outbox or self._closed, timeout_s)
-            taken = tuple(self._outbox)
-            self._outbox.clear()
-            self._work.notify()  # it may have waited for room
-            return taken
+        until_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            with suppress(Empty):
+                while True:
+                    self._news.get_nowait()  # of what was taken before
+            with self._lock:
+                closed = self._closed
+                taken = tuple(self._outbox)
+                self._outbox.clear()
+                if taken:
+                    self._work.notify()  # it may have waited for room
+            if closed:
+                self._news.put(None)  # for others that wait
+            left_s = None if until_s is None else until_s - time.monotonic()
+            if taken or closed or (left_s is not None and left_s <= 0):
+                return taken
+            with suppress(Empty):
+                self._news.get(timeout=left_s)
 
     def stats(self) -> EngineStats:
         """As of the end of the last step, but with requests in the inbox counted as waiting."""
-        with self._work:
+        with self._lock:
             stats = self._stats
             arrived = sum(isinstance(item, Request) for item in self._inbox)
         return replace(stats, num_waiting=stats.num_waiting + arrived)
 
     def close(self) -> None:
         """Ask `run` to end after the current step; requests that are not done are aborted."""
-        with self._work:
+        with self._lock:
             self._closing = True
             self._work.notify()
+
+    def stop(self, why: str) -> None:
+        """End `run` with an error, since what it needs is gone: now, or behind the step at hand."""
+        if not self._closing and self._death is None:
+            self._die(why)
+            with self._work:
+                self._work.notify()
 
     # ---- the engine thread ----
 
@@ -167,7 +190,7 @@ class Loop:
 
     def _receive(self) -> bool:
         """Take in what came; wait while there is nothing to do. False: time to end."""
-        with self._work:
+        with self._lock:
             self._work.wait_for(lambda: self._must_end() or self._inbox or self._may_step())
             if self._must_end():
                 return False
@@ -227,10 +250,11 @@ class Loop:
         """End the requests of the step; others may go on, unless the device is lost or nothing
         works any more."""
         _log.error("step %d failed", step.step_id, exc_info=error)
-        what = f"{type(error).__name__}: {error}"
+        own = isinstance(error, MetainferError)  # a sentence
+        what = str(error) if own else f"{type(error).__name__}: {error}"
         self._failures_in_a_row += 1
         if self._executor.is_fatal(error):
-            self._die(f"the device failed: {what}")
+            self._die(what if own else f"the device failed: {what}")
         elif self._failures_in_a_row >= FAILURES_IN_A_ROW:
             self._die(f"{FAILURES_IN_A_ROW} steps failed in a row, the last with {what}")
         return self._scheduler.fail(step, f"the model failed while it computed a step: {what}")
@@ -244,25 +268,25 @@ class Loop:
 
     def _emit(self, events: list[EngineEvent]) -> None:
         stats = self._snapshot()
-        with self._news:
+        with self._lock:
             self._stats = stats
             for event in events:
                 if isinstance(event, FinishEvent):
                     self._live.discard(event.request_id)
             self._outbox.extend(events)
-            if events:
-                self._news.notify()
+        if events:
+            self._news.put(None)
 
     def _die(self, why: str) -> None:
         _log.critical("the engine has stopped: %s", why)
-        with self._work:
+        with self._lock:
             self._death = why
 
     def _end(self) -> None:
         """The last act: every request that is left gets its FinishEvent."""
         reason = FinishReason.ABORT if self._death is None else FinishReason.ERROR
         error = None if self._death is None else f"the engine has stopped: {self._death}"
-        with self._work:
+        with self._lock:
             self._closing = True
             arrived = [item for item in self._inbox if isinstance(item, Request)]
             self._inbox.clear()
@@ -274,9 +298,9 @@ class Loop:
             # The books are wrong, which is why the loop ends; what is owed is owed all the same.
             _log.exception("requests could not be ended in order")
         self._emit([FinishEvent(owed, reason, Usage(0, 0), error=error) for owed in self._live])
-        with self._news:
+        with self._lock:
             self._closed = True
-            self._news.notify_all()
+        self._news.put(None)
 
     def _snapshot(self) -> EngineStats:
         scheduler, counters = self._scheduler, self._scheduler.counters

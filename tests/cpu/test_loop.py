@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from metainfer.llm.loop import FAILURES_IN_A_ROW, Loop
 from metainfer.llm.request import Request, SamplingParams
 from metainfer.llm.runner import Runner
 from metainfer.llm.scheduler import Scheduler
+from tests.fakes.interrupts import interrupted_at
 from tests.fakes.samplers import cpu_sampler
 from tests.fakes.toy_model import BREAK, POISON, ToyCache, ToyModel
 
@@ -93,11 +95,11 @@ def request(name: str, prompt=(10, 11, 12), max_tokens: int = 5, **params) -> Re
     return Request(name, tuple(prompt), SamplingParams(max_tokens=max_tokens, **params), 0.0)
 
 
-def collect(loop: Loop, count: int) -> tuple[dict[str, list[int]], dict[str, FinishEvent]]:
-    """(tokens, last events) of requests, until `count` have ended."""
+def collect(loop: Loop, number: int) -> tuple[dict[str, list[int]], dict[str, FinishEvent]]:
+    """(tokens, last events) of requests, until `number` have ended."""
     tokens: dict[str, list[int]] = {}
     ends: dict[str, FinishEvent] = {}
-    while len(ends) < count:
+    while len(ends) < number:
         events = loop.events(20)
         assert events, "the loop has nothing more to say"
         take(events, tokens, ends)
@@ -289,6 +291,35 @@ def test_the_engine_waits_for_a_consumer_that_does_not_keep_up(ahead):
         assert loop.stats().num_steps == 4 + ahead, "ahead, the results of one wait to be read"
         tokens, _ = collect(loop, 1)
         assert tokens["r"] == expected(request("r", (10,), max_tokens=50))
+
+
+def test_ctrl_c_at_any_moment_leaves_no_lock_taken():
+    """The main thread submits, reads and aborts; afterwards the loop serves as before."""
+    again = request("again", max_tokens=2)
+    for number in count(1, 3):
+        with running() as loop:
+
+            def use(loop: Loop = loop) -> None:
+                loop.submit(request("one", max_tokens=3))
+                tokens, ends = {}, {}
+                take(loop.events(20), tokens, ends)
+                loop.abort("one")
+                while "one" not in ends:
+                    take(loop.events(20), tokens, ends)
+
+            try:
+                interrupted = interrupted_at(number, use)
+            except KeyboardInterrupt:
+                interrupted = True
+            loop.abort("one")
+            loop.submit(again)
+            tokens, ends = {}, {}
+            while "again" not in ends:
+                take(loop.events(20), tokens, ends)
+            assert tokens["again"] == expected(again)
+        if not interrupted:
+            break
+    assert number > 50
 
 
 def wait_until(holds, seconds: float = 20) -> None:
