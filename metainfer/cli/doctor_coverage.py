@@ -11,8 +11,11 @@ from metainfer.cli.terminal import Terminal
 from metainfer.core.errors import UserError
 from metainfer.hardware.facts import Unknown
 from metainfer.hardware.machine import Machine
+from metainfer.kernels.verdict_cache import default_cache, files_in, keep, key_of, read_kept
 
 if TYPE_CHECKING:
+    from metainfer.kernels.coverage_report import Ran, Subject
+    from metainfer.ops.targets import CardKind
     from metainfer.ops.use import Use
 
 _MOST_WORKERS = 16
@@ -26,17 +29,51 @@ def coverage_of(
     Args:
         compiles: prove that all code fits the card; else backends' own verdicts are enough.
     """
-    from metainfer.kernels.on_paper import has_triton
-
     try:
-        if not has_triton():
-            return Unknown("triton is not installed: pip install 'metainfer[kernels]'")
         kinds = kinds_of(machine, machine.system)
     except UserError as error:
         return Unknown(error.message)
     if len(kinds) > 1:
         return Unknown(f"the cards are of {len(kinds)} kinds: {', '.join(kinds)}")
     ((target, kind),) = kinds.items()
+    if compiles:
+        return _asked(terminal, model, target, kind, sizes, compiles)
+    name, key = _question(model, target, kind, sizes)
+    said = read_kept(name, key)
+    if said is not None:
+        return {int(ranks): report for ranks, report in said.items()}
+    with terminal.waiting("asking kernels what they take (kept for the next time)"):
+        reports = _asked(terminal, model, target, kind, sizes, compiles)
+    if not isinstance(reports, Unknown):
+        keep(name, key, reports)
+    return reports
+
+
+def _question(model: str, target: str, kind: CardKind, sizes: Sequence[int]) -> tuple[str, str]:
+    """The name and the key under which the answer is kept: of the model's own facts, of the card,
+    and of what `metainfer verify` kept."""
+    from metainfer.arch.shape_of import read_shape
+
+    words = (model, target, repr(kind), repr(tuple(sizes)))
+    verified = files_in(default_cache().with_name("verify"))
+    return " ".join(words[:2]), key_of((*words, repr(read_shape(model)), verified))
+
+
+def _asked(
+    terminal: Terminal,
+    model: str,
+    target: str,
+    kind: CardKind,
+    sizes: Sequence[int],
+    compiles: bool,
+) -> Mapping[int, Mapping[str, Any]] | Unknown:
+    from metainfer.kernels.on_paper import has_triton
+
+    try:
+        if not has_triton():
+            return Unknown("triton is not installed: pip install 'metainfer[kernels]'")
+    except UserError as error:
+        return Unknown(error.message)
     return _reports(terminal, model, target, kind, sizes, compiles)
 
 
@@ -50,12 +87,14 @@ def _forms(model: str, ranks: int) -> tuple[Iterable[Use], Iterable[Use]]:
 
 
 def _reports(
-    terminal: Terminal, model: str, target: str, kind: Any, sizes: Sequence[int], compiles: bool
+    terminal: Terminal,
+    model: str,
+    target: str,
+    kind: CardKind,
+    sizes: Sequence[int],
+    compiles: bool,
 ) -> dict[int, Mapping[str, Any]]:
-    from metainfer.arch.families import read_attention
-    from metainfer.hardware.probe import probe
-    from metainfer.kernels.coverage import Request, cover
-    from metainfer.kernels.coverage_report import Subject, cards_that_ran, report
+    from metainfer.kernels.coverage_report import Subject, cards_that_ran
     from metainfer.kernels.verdicts import verdict_report
     from metainfer.ops.use import merged
 
@@ -64,11 +103,28 @@ def _reports(
     ran = cards_that_ran(target)
     if not compiles:
         return {ranks: verdict_report(subjects[ranks], uses[ranks], ran) for ranks in sizes}
-    longest = read_attention(model).max_model_len
-    requests = [Request(uses[ranks], kind, longest) for ranks in sizes]
+    return _compiled(terminal, subjects, uses, ran)
+
+
+def _compiled(
+    terminal: Terminal,
+    subjects: Mapping[int, Subject],
+    uses: Mapping[int, tuple[Use, ...]],
+    ran: Ran,
+) -> dict[int, Mapping[str, Any]]:
+    from metainfer.arch.families import read_attention
+    from metainfer.hardware.probe import probe
+    from metainfer.kernels.coverage import Request, cover
+    from metainfer.kernels.coverage_report import report
+
+    requests = [
+        Request(uses[ranks], one.kind, read_attention(one.model).max_model_len)
+        for ranks, one in subjects.items()
+    ]
     workers = min(_MOST_WORKERS, probe().cpu.logical_cores)
     with terminal.progress("compiled", "pieces of code") as progress:
         found = cover(requests, workers, on_progress=progress.update)
     return {
-        ranks: report(subjects[ranks], rows, ran) for ranks, rows in zip(sizes, found, strict=True)
+        ranks: report(one, rows, ran)
+        for (ranks, one), rows in zip(subjects.items(), found, strict=True)
     }

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from metainfer.cli.machine_flag import machine_flag
 from metainfer.cli.terminal import Terminal
@@ -21,6 +21,9 @@ from metainfer.hardware.machine import Cpu, Gpu, Machine, Memory, PcieLink, Unkn
 from metainfer.hardware.topology import islands, shared_uplinks
 from metainfer.plan.plan import Plan
 from metainfer.shipped import SHIPPED_MODEL, model_dir
+
+if TYPE_CHECKING:
+    from metainfer.kernels.registry import Registry
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +42,14 @@ class EnvOptions:
 def run(terminal: Terminal, options: EnvOptions) -> int:
     from metainfer.bench.record import commit
     from metainfer.hardware.known import machine_of
-    from metainfer.plan.explain import explain
 
     machine = machine_of(options.machine)
     model = options.model or SHIPPED_MODEL
-    plan = _plan(machine, model)
     variables = {
         name: "(set)" if name in SECRETS else value for name, value in read_environment().items()
     }
     if options.json:
+        plan = _plan(terminal, machine, model, options.machine)
         report: dict[str, Any] = {
             "commit": commit(),
             "machine": json.loads(machine.to_json()),
@@ -63,11 +65,30 @@ def run(terminal: Terminal, options: EnvOptions) -> int:
     rows += [("variable", f"{name}={value}") for name, value in variables.items()]
     rows += [("model", model)]
     rows += [("source", text) for text in _sources(machine)]
+    # What is known at once is shown at once: the plan asks kernels, which are slow to import.
     terminal.data("\n".join(wrapped(label, text) for label, text in rows))
-    terminal.data("\n" + (explain(plan) if isinstance(plan, Plan) else f"no plan: {plan.message}"))
-    if isinstance(plan, UserError) and plan.hint:
-        terminal.data(f"hint: {plan.hint}")
+    plan = _plan(terminal, machine, model, options.machine)
+    terminal.data("\n" + _plan_text(plan))
     return 0
+
+
+def _plan_text(plan: Plan | UserError) -> str:
+    """Values with reasons, or why `serve` would refuse, with the hint that it would give."""
+    from metainfer.plan.explain import explain
+
+    if isinstance(plan, Plan):
+        return explain(plan)
+    lines = [_filled(f"no plan: {plan.message}")]
+    if plan.hint:
+        whose = " for `metainfer serve`" if "--" in plan.hint else ""  # its flags, not of this verb
+        lines.append(_filled(f"hint{whose}: {plan.hint}"))
+    return "\n".join(lines)
+
+
+def _filled(text: str) -> str:
+    return textwrap.fill(
+        text, 100, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
 
 
 def machine_rows(machine: Machine) -> list[tuple[str, str]]:
@@ -173,24 +194,44 @@ def _known(fact: object) -> str:
     return f"unknown ({fact.why})" if isinstance(fact, Unknown) else str(fact)
 
 
-def _plan(machine: Machine, model: str) -> Plan | UserError:
-    """What `serve` would do without flags, or the error with which it would refuse."""
+def _plan(terminal: Terminal, machine: Machine, model: str, named: str | None) -> Plan | UserError:
+    """What `serve` would do without flags, or the error with which it would refuse.
+
+    Args:
+        named: what `--machine` says; None for the machine at hand. Of another one its cards decide
+            which kernels count.
+    """
+    try:
+        with terminal.waiting("asking kernels what they take"):
+            return _planned(machine, model, named)
+    except UserError as error:
+        return error
+
+
+def _planned(machine: Machine, model: str, named: str | None) -> Plan:
     from metainfer.arch.families import read_arch
-    from metainfer.kernels.builtin import builtin_registry
     from metainfer.kernels.tune_record import find_here
     from metainfer.plan.build import build_plan, choose_target
     from metainfer.plan.proof import cache_proof
     from metainfer.plan.settings import EngineSettings
 
     settings = EngineSettings()
-    try:
-        arch = read_arch(model)
-        proof = cache_proof(Path(model_dir(model)), arch, settings)
-        able = choose_target(machine, arch, settings, builtin_registry().capabilities, proof)
-        tuning = find_here(machine, able.target).tuning()
-        return build_plan(machine, arch, settings, able, proof, tuning)
-    except UserError as error:
-        return error
+    arch = read_arch(model)
+    proof = cache_proof(Path(model_dir(model)), arch, settings)
+    capabilities = _registry(machine, named).capabilities
+    able = choose_target(machine, arch, settings, capabilities, proof)
+    tuning = find_here(machine, able.target).tuning()
+    return build_plan(machine, arch, settings, able, proof, tuning)
+
+
+def _registry(machine: Machine, named: str | None) -> Registry:
+    from metainfer.cli.kernels_coverage import kinds_of
+    from metainfer.kernels.builtin import builtin_registry
+    from metainfer.kernels.on_paper import registry_for
+
+    if named is None or isinstance(machine.gpus, Unknown) or not machine.gpus:
+        return builtin_registry()
+    return registry_for(next(iter(kinds_of(machine, named).values())))
 
 
 VERB = Verb(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from metainfer.cli.terminal import Terminal
 from metainfer.cli.verb import Verb
 from metainfer.core.config import flag
+from metainfer.kernels.verdict_cache import COMPILERS, keep, key_of, read_kept
 from metainfer.ops.targets import CARD_KINDS
 
 if TYPE_CHECKING:
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
     from metainfer.ops.base import Op, Target
 
 _CPU = "cpu"
+_NAME = "list of kernels"
 _COLUMN = 40
 
 
@@ -28,15 +32,29 @@ class ListOptions:
 
 
 def run(terminal: Terminal, options: ListOptions) -> int:
+    if find_spec("triton") is None:
+        terminal.hint("without triton no kernel for GPUs is here: pip install 'metainfer[kernels]'")
+    key = key_of(map(str, map(shutil.which, COMPILERS)))
+    listed = read_kept(_NAME, key)
+    if listed is None:
+        with terminal.waiting("asking kernels what they take (kept for the next time)"):
+            listed = _listed()
+        if any("native" in facts["chosen"][_CPU] for facts in listed.values()):
+            keep(_NAME, key, listed)  # a C library that cannot be built is tried again
+    terminal.data(json.dumps(listed, indent=1) if options.json else _text(listed))
+    return 0
+
+
+def _listed() -> dict[str, dict[str, Any]]:
+    """Of each operation its backends, how many cases it has, and what runs them where."""
     from metainfer.kernels.on_paper import has_triton, registry_for
     from metainfer.ops.base import Target
     from metainfer.ops.catalogue import OPS
 
-    if not has_triton():
-        terminal.hint("without triton no kernel for GPUs is here: pip install 'metainfer[kernels]'")
+    has_triton()  # raises where it is broken
     targets = {_CPU: Target(_CPU), **{name: kind.target for name, kind in CARD_KINDS.items()}}
     registries = {name: registry_for(CARD_KINDS.get(name)) for name in targets}
-    listed = {
+    return {
         op.name: {
             "backends": sorted(
                 {n for registry in registries.values() for n in registry.backends(op.name)}
@@ -46,8 +64,6 @@ def run(terminal: Terminal, options: ListOptions) -> int:
         }
         for op in OPS.values()
     }
-    terminal.data(json.dumps(listed, indent=1) if options.json else _text(listed))
-    return 0
 
 
 def _chosen(registry: Registry, op: Op, target: Target) -> dict[str, int]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import io
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -79,6 +80,22 @@ class Terminal:
         finally:
             progress.close()
 
+    @contextmanager
+    def waiting(self, label: str) -> Iterator[None]:
+        """A line that tells what is waited for, where nothing counts how far it is: at once on a
+        terminal, after a while otherwise; nothing if it takes under half a second."""
+        progress = Progress(self, label, "")
+        pause_s = _SHOW_AFTER_S if self.live else _QUIET_LINE_S
+        timer = threading.Timer(pause_s, progress.tell)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            timer.join()
+            progress.close()
+
 
 class Progress:
     """How far one thing is. Redrawn on a terminal, a line every few seconds otherwise."""
@@ -99,6 +116,11 @@ class Progress:
             return
         self._shown_s = now_s
         self._draw(f"{self._label} {_amount(done, total, self._unit, now_s - self._started_s)}")
+
+    def tell(self) -> None:
+        """That it goes on, without how far it is."""
+        with suppress(OSError, ValueError):  # nobody may read any more
+            self._draw(f"{self._label} ...")
 
     def close(self) -> None:
         """Remove the line from a terminal."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import textwrap
+from itertools import zip_longest
 from typing import Any
 
 from metainfer.core.units import format_bytes, format_count
 from metainfer.plan.plan import Plan
 
 _WIDTH = 100
-_LEAST_REASON = 40  # columns, however long the values are
+_MOST_VALUE = 24  # columns; lists of values take several lines
 
 
 def explain(plan: Plan) -> str:
@@ -21,14 +22,19 @@ def explain(plan: Plan) -> str:
     ]
     total = sum(value.value for name, value in plan.items() if name.endswith("_bytes"))
     rows.append(("memory in all", format_bytes(total), "", ""))
-    widths = [max(len(row[n]) for row in rows) for n in range(3)]
+    cells = [[[row[0]], _wrapped(row[1], _MOST_VALUE), [row[2]]] for row in rows]
+    widths = [max(len(line) for row in cells for line in row[n]) + 2 for n in range(3)]
     lines = []
-    for row in rows:
-        head = "".join(cell.ljust(widths[n] + 2) for n, cell in enumerate(row[:3]))
-        room = max(_LEAST_REASON, _WIDTH - len(head))
-        first, *rest = textwrap.wrap(row[3], room, break_on_hyphens=False) or [""]
-        lines += [(head + first).rstrip(), *(" " * len(head) + more for more in rest)]
+    for row, first in zip(rows, cells, strict=True):
+        columns = [*first, _wrapped(row[3], _WIDTH - sum(widths))]
+        for parts in zip_longest(*columns, fillvalue=""):
+            head = "".join(part.ljust(width) for part, width in zip(parts, widths, strict=False))
+            lines.append((head + parts[3]).rstrip())
     return "\n".join(lines)
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    return textwrap.wrap(text, width, break_on_hyphens=False, break_long_words=False) or [""]
 
 
 def _shown(name: str, value: Any) -> str:

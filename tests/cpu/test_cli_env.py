@@ -48,6 +48,7 @@ def test_a_misspelt_name_gets_the_known_ones_and_no_key() -> None:
     ran = metainfer("env", "pebbel")
     assert (ran.code, ran.err) == (0, "")
     assert "no plan: there is no model at 'pebbel'\nhint: give a checkpoint directory" in ran.out
+    assert max(map(len, ran.out.splitlines())) <= 100
     assert "hush" not in ran.out
 
 
@@ -77,3 +78,13 @@ def test_verbs_that_need_the_machine_itself_refuse_a_recorded_one(verb: str) -> 
     assert ran.code == 2 and ran.out == ""
     assert f"metainfer {verb} has no flag --machine" in ran.err
     assert "hint: it works on the machine at hand" in ran.err
+
+
+def test_the_plan_is_that_of_the_named_machine_and_no_line_is_wider_than_a_page() -> None:
+    ran = metainfer("env", "--machine", "h200-x1")
+    assert (ran.code, ran.err) == (0, "") and "\ncuda_graphs " in ran.out
+    assert max(map(len, ran.out.splitlines())) <= 100
+    refused = metainfer("env", "deepseek-v4-flash", "--machine", "rtx-pro-6000-x8").out
+    assert "does not fit" in refused and "hint for `metainfer serve`: what helps" in refused
+    other = metainfer("env", "--machine", "b300-x8").out
+    assert "no plan: --machine b300-x8: there are no kernels for sm_103" in other
