@@ -16,7 +16,7 @@ import torch
 from metainfer.arch.cache_kinds import BLOCK_TOKENS
 from metainfer.arch.record import Arch
 from metainfer.bench.positions_noted import Finding, NotedLayer, span_of, tokens_of, within
-from metainfer.kernels.compare import Comparison, compare, near
+from metainfer.kernels.compare import Comparison, compare, entry_numbers, near
 from metainfer.kernels.inputs.base import Call
 from metainfer.kernels.reference import attention as plain_attention
 from metainfer.kernels.reference import cache as plain_cache
@@ -274,7 +274,12 @@ class _Watching:
         """attention.index_topk and its decode form: what the references choose among the keys."""
         result = kernel.run(*arguments)
         case: IndexCase = kernel.case
-        q, weights_TH, keys, *_ = arguments
+        q, weights_TH, keys, lists_TE, *_ = arguments
+        decodes = kernel.op == "attention.index_topk_decode"
+        if decodes and case.gives_rows:
+            case, result_TK = replace(case, gives_rows=False), entry_numbers(lists_TE, result)
+        else:
+            result_TK = result
         device = weights_TH.device
         tolerance = OPS["attention.index_topk"].tolerance.of(case.dtype)
         for position, row in self._rows_of(len(weights_TH)):
@@ -285,10 +290,11 @@ class _Watching:
             call = Call((), (query, weights_TH[at], keys, listed, None, where_1, None))
             with exact_products():
                 expected = plain_index.index_topk(case, *call.arguments)
-            both = (result[at],), (expected,)
+            both = (result_TK[at],), (expected,)
             found = compare("attention.index_topk", case, call, *both)
             self._found(kernel.op, position, found, tolerance)
-            self._layer.chosen[position] = result[at]
+            is_entry_1K = result_TK[at] < listed.shape[1]
+            self._layer.chosen[position] = torch.where(is_entry_1K, result_TK[at], -1)
             self._check_key(case, keys, listed, position)
         return result
 

@@ -175,11 +175,32 @@ def block_scores(case: Any, scores_E: torch.Tensor) -> torch.Tensor:
     return scores_N
 
 
+def entry_numbers(lists_TE: torch.Tensor, rows_TK: torch.Tensor) -> torch.Tensor:
+    """Where rows stand in the lists; -1 for -1, and beyond the list for what it has not."""
+    numbers_TK = torch.full_like(rows_TK, -1)
+    entries = lists_TE.shape[1]
+    lists_TE = torch.nn.functional.pad(lists_TE, (0, 1), value=-2).to(rows_TK.device)
+    for list_E, rows_K, numbers_K in zip(lists_TE, rows_TK, numbers_TK, strict=True):
+        same_KE = rows_K.unsqueeze(1) == list_E
+        found_K = torch.where(same_KE.any(1), same_KE.int().argmax(1), entries)
+        numbers_K.copy_(torch.where(rows_K < 0, -1, found_K))
+    return numbers_TK
+
+
+_DECODE_ARGUMENTS = 5  # of the indexer's decode form, whose rows have lists of their own
+
+
 def _same_choice(
     case: Any, call: Call, actual: tuple[Any, ...], expected: tuple[Any, ...], tolerance: float
 ) -> Comparison:
     """As many entries, ascending and distinct; where a rounding lets the choice differ, entries
     whose true scores are equal within the tolerance. Blocks of candidates likewise."""
+    if case.gives_rows and len(call.arguments) == _DECODE_ARGUMENTS:
+        lists_TE = call.arguments[3]
+        actual, expected = (
+            tuple(entry_numbers(lists_TE, rows_TK) for rows_TK in results)
+            for results in (actual, expected)
+        )
     found = []
     for place, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
         if not torch.equal(ours < 0, theirs < 0):

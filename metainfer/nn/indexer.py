@@ -12,7 +12,7 @@ from metainfer.nn.cache import CacheStorage
 from metainfer.nn.linear import linear
 from metainfer.nn.rows import Rows
 from metainfer.nn.step_index import DecodeWindows, PrefillWindows
-from metainfer.ops.index import DENSE, IndexCase
+from metainfer.ops.index import DENSE, IndexCase, decode_case
 from metainfer.ops.index_codes import IndexEncodeCase
 from metainfer.ops.rope import RotateCase
 
@@ -42,7 +42,8 @@ class Indexer:
             self._made = build.kernel("index.encode_queries", encode)
         case = IndexCase(*widths[:2], self._topk, layer.ratio, build.dtype, key_format)
         self._choose = build.kernel("attention.index_topk", case)
-        self._choose_decode = build.kernel("attention.index_topk_decode", case)
+        # Entries and index keys lie in the same rows.
+        self._choose_decode = build.kernel("attention.index_topk_decode", decode_case(case))
 
     def decode(
         self,
@@ -58,9 +59,10 @@ class Indexer:
         if entry_rows_TE is None or windows.num_entries <= self._topk:
             return entry_rows_TE
         q = self._queries_of(q_rank, rotation_TR2)
-        ids_TK = self._choose_decode(q, weights_TH, self._keys(cache), entry_rows_TE, None)
-        # Entries and index keys lie in the same rows; -1 becomes the last column, which holds -1.
-        return entry_rows_TE.gather(1, ids_TK % entry_rows_TE.shape[1])
+        rows_TK: torch.Tensor = self._choose_decode(
+            q, weights_TH, self._keys(cache), entry_rows_TE, None
+        )
+        return rows_TK
 
     def prefill(
         self,

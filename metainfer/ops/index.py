@@ -23,6 +23,7 @@ class IndexCase:
         no layer does.
     candidate_block: entries of such a block.
     publishes: this use names the candidates; with B > 0 and without it, it is given them.
+    gives_rows: in decode, entries are named by their rows in the lists; not with candidates.
     """
 
     heads: int
@@ -34,10 +35,16 @@ class IndexCase:
     candidate_blocks: int = 0
     candidate_block: int = 8
     publishes: bool = False
+    gives_rows: bool = False
 
     @property
     def searches_candidates(self) -> bool:
         return self.candidate_blocks > 0 and not self.publishes
+
+
+def decode_case(case: IndexCase) -> IndexCase:
+    """As decode steps use it where prefill uses `case`: attention wants rows of a cache."""
+    return replace(case, gives_rows=not case.candidate_blocks)
 
 
 def key_bytes(case: IndexCase) -> int:
@@ -173,9 +180,15 @@ INDEX_TOPK_DECODE = Op(
 
     Returns:
         {_RETURNS}
+        Where the case gives rows, rows_TK in place of ids_TK: what key_rows_TE has for each of
+        these entries, then -1.
     """,
-    cases=_CASES,
-    small_cases=_SMALL,
+    cases={name: tuple(decode_case(case) for case in cases) for name, cases in _CASES.items()},
+    small_cases=(
+        *_SMALL,
+        IndexCase(16, 32, 8, dtype="float32", gives_rows=True),
+        IndexCase(8, 128, 8, key_format="index_fp8", gives_rows=True),
+    ),
     cost=_decode_cost,
 )
 

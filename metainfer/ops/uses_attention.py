@@ -16,7 +16,7 @@ from metainfer.ops.attention import DENSE, AttentionCase, MergeCase
 from metainfer.ops.cache import CacheReadCase, CacheWriteCase
 from metainfer.ops.compress import CompressCase
 from metainfer.ops.hc import ExpandMixFp8Case, HyperCase
-from metainfer.ops.index import IndexCase
+from metainfer.ops.index import IndexCase, decode_case
 from metainfer.ops.index_codes import IndexEncodeCase, IndexWriteCase
 from metainfer.ops.norm import AddRmsNormCase, RmsNormCase, RmsNormFp8Case
 from metainfer.ops.quantise import QuantiseFp8Case
@@ -219,7 +219,7 @@ class _Listing:
                 layer.publishes,
             )
             uses.add("attention.index_topk", case, (PREFILL,))
-            uses.add("attention.index_topk_decode", case, (DECODE,))
+            uses.add("attention.index_topk_decode", decode_case(case), (DECODE,))
 
     def _attend(self, layer: AttentionLayer) -> None:
         side, uses = self._side, self.uses

@@ -19,7 +19,7 @@ from metainfer.ops.cache import DENSE, CacheReadCase, CacheWriteCase
 from metainfer.ops.cache_formats import FP32_CACHES, CacheFormats
 from metainfer.ops.compress import CompressCase
 from metainfer.ops.hc import ExpandMixFp8Case, HyperCase
-from metainfer.ops.index import IndexCase
+from metainfer.ops.index import IndexCase, decode_case
 from metainfer.ops.index_codes import IndexEncodeCase, IndexWriteCase
 from metainfer.ops.linear import (
     DenseCase,
@@ -215,7 +215,7 @@ class _Listing:
             keys = self._caches.key_format
             case = IndexCase(heads, width, arch.index_topk, layer.ratio, dtype, keys)
             self.uses.add("attention.index_topk", case, (PREFILL,))
-            self.uses.add("attention.index_topk_decode", case, (DECODE,))
+            self.uses.add("attention.index_topk_decode", decode_case(case), (DECODE,))
         self._dense_fp32(rows)
 
     def _index_rows(self, heads: int, width: int) -> None:

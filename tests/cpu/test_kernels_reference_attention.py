@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from metainfer.kernels.compare import block_scores, index_scores, run
+from metainfer.kernels.compare import block_scores, entry_numbers, index_scores, run
 from metainfer.kernels.reference.formats import decode_rows
 from metainfer.ops.attention import AttentionCase, MergeCase
 from metainfer.ops.kernel_order import REFERENCE
@@ -74,6 +74,8 @@ def chosen(most: int, scores: list[float]) -> list[int]:
 def check_choice(op: str, case: Any, variant: str) -> None:
     call = make(op, case, variant)
     ids_TK, *blocks = run(REGISTRY, op, REFERENCE, case, call)
+    if case.gives_rows:
+        ids_TK = entry_numbers(call.arguments[3], ids_TK)
     for row in range(len(ids_TK)):
         scores_E = index_scores(case, call, row)
         assert ids_TK[row].tolist() == chosen(case.topk, scores_E.tolist())

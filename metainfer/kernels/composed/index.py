@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from metainfer.kernels.composed.attention import CHUNK_BYTES
+from metainfer.kernels.reference.index import listed_rows
 from metainfer.kernels.registry import YES, Backend, Verdict, no
 from metainfer.ops.base import Target
 from metainfer.ops.index import DENSE, IndexCase
@@ -61,7 +62,7 @@ def index_topk_decode(
         keys_TEI = keys_MI[key_rows_TE[rows].clamp(min=0)].to(q_THI.dtype)
         products_THE = q_THI[rows] @ keys_TEI.transpose(1, 2)
         ids_TK[rows] = _best(case, products_THE, weights_TH[rows], key_rows_TE[rows] >= 0)
-    return ids_TK
+    return listed_rows(key_rows_TE, ids_TK) if case.gives_rows else ids_TK
 
 
 def _rows_at_once(case: IndexCase, entries: int) -> int:

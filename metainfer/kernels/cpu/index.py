@@ -11,6 +11,7 @@ from metainfer.kernels.cpu.backend import cpu_backend, on_cpu
 from metainfer.kernels.cpu.coded import key_numbers
 from metainfer.kernels.cpu.tiles import row_tiles
 from metainfer.kernels.reference.dtypes import TORCH_DTYPES
+from metainfer.kernels.reference.index import listed_rows
 from metainfer.kernels.registry import Verdict, no
 from metainfer.ops.base import Target
 from metainfer.ops.index import DENSE, IndexCase
@@ -87,6 +88,17 @@ def index_topk_decode(
     keys: Coded,
     key_rows_TE: torch.Tensor,
     candidates_TB: torch.Tensor | None,
+) -> torch.Tensor:
+    ids_TK = _chosen_of_lists(case, q, weights_TH, keys, key_rows_TE)
+    return listed_rows(key_rows_TE, ids_TK) if case.gives_rows else ids_TK
+
+
+def _chosen_of_lists(
+    case: IndexCase,
+    q: Coded,
+    weights_TH: torch.Tensor,
+    keys: Coded,
+    key_rows_TE: torch.Tensor,
 ) -> torch.Tensor:
     rows, entries = key_rows_TE.shape
     seen_T = (key_rows_TE >= 0).sum(1)

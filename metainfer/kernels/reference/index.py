@@ -58,7 +58,18 @@ def index_topk_decode(
         keys_TEI = _plain(case, keys, key_rows_TE[tile].clamp(min=0))
         return torch.einsum("thi,tei->the", q_THI, keys_TEI), key_rows_TE[tile] >= 0
 
-    return _in_tiles(case, q, weights_TH, key_rows_TE.shape[1], candidates_TB, scores)
+    chosen = _in_tiles(case, q, weights_TH, key_rows_TE.shape[1], candidates_TB, scores)
+    if not case.gives_rows:
+        return chosen
+    assert isinstance(chosen, torch.Tensor), "blocks of candidates have no rows"
+    return listed_rows(key_rows_TE, chosen)
+
+
+def listed_rows(key_rows_TE: torch.Tensor, ids_TK: torch.Tensor) -> torch.Tensor:
+    """What the lists have for entries with these numbers; -1 for -1."""
+    if not key_rows_TE.shape[1]:
+        return ids_TK
+    return key_rows_TE.gather(1, ids_TK.clamp(min=0)).masked_fill_(ids_TK < 0, -1)
 
 
 def _plain(case: IndexCase, coded: Coded, rows: torch.Tensor | slice) -> torch.Tensor:

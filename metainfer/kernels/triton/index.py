@@ -49,6 +49,8 @@ def eligible(case: IndexCase, target: Target) -> Verdict:
         return no(f"takes keys of 16, 32, 64 or 128 channels, not {case.width}")
     if case.heads > _MOST_HEADS:
         return no(f"takes at most {_MOST_HEADS} heads, not {case.heads}")
+    if case.gives_rows and case.candidate_blocks:
+        return no("gives rows of lists alone, not of candidate blocks")
     for name, number in (("entries", case.topk), ("blocks", case.candidate_blocks)):
         if number > LARGEST_K:
             return no(f"chooses at most {LARGEST_K} {name}, not {number}")
@@ -136,9 +138,10 @@ def _choose(
     if case.publishes:
         skipped = min(skipped, case.candidate_blocks * case.candidate_block)
     if limit <= skipped:
-        _take_all(launch, case, seen_T, candidates_TB, ids_TK)
+        names = _names(case, key_rows if own_lists else None, candidates_TB)
+        _take_all(launch, seen_T, names[0], ids_TK, names[1])
         if case.publishes:
-            _take_all(launch, case, seen_T, None, blocks_TB, case.candidate_block)
+            _take_all(launch, seen_T, None, blocks_TB, 1, case.candidate_block)
         return (ids_TK, blocks_TB) if case.publishes else ids_TK
 
     step = min(rows, rows_at_a_time(case, limit))
@@ -158,13 +161,21 @@ def _choose(
                 source = None  # its memory is taken for the next
                 source = in_order(launch, case, keys, key_rows, piece)
             score(launch, case, some, source, own_lists, skipped, tile)
-        best(
-            launch, case.topk, some.scores_TW, some.seen_T, limit, ids_TK[part],
-            some.candidates_TB, case.candidate_block,
-        )  # fmt: skip
+        names = _names(case, key_rows[part] if own_lists else None, some.candidates_TB)
+        best(launch, case.topk, some.scores_TW, some.seen_T, limit, ids_TK[part], *names)
         if case.publishes:
             _publish(launch, case, some, limit, blocks_TB[part])
     return (ids_TK, blocks_TB) if case.publishes else ids_TK
+
+
+def _names(
+    case: IndexCase, own_rows_TE: torch.Tensor | None, candidates_TB: torch.Tensor | None
+) -> tuple[torch.Tensor | None, int]:
+    """Blocks that places of scores lie in, and entries of a block: a list of rows is one of blocks
+    of one entry each."""
+    if case.gives_rows and own_rows_TE is not None:
+        return own_rows_TE, 1
+    return candidates_TB, case.candidate_block
 
 
 def _part(of: Any, part: slice) -> Any:
@@ -192,10 +203,10 @@ def _see_candidates(
 
 def _take_all(
     launch: Launcher,
-    case: IndexCase,
     seen_T: torch.Tensor,
     candidates_TB: torch.Tensor | None,
     out_TK: torch.Tensor,
+    size: int,
     per: int = 1,
 ) -> None:
     most = out_TK.shape[1]
@@ -205,10 +216,10 @@ def _take_all(
         seen_T,
         candidates_TB,
         out_TK,
-        0 if candidates_TB is None else candidates_TB.shape[1],
+        0 if candidates_TB is None else candidates_TB.stride(0),
         K=most,
         K_POWER=next_power_of_2(most),
-        SIZE=case.candidate_block,
+        SIZE=size,
         PER=per,
     )
 

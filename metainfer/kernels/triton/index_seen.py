@@ -50,7 +50,7 @@ def see_candidates(candidates, seen, width, WIDTH: tl.constexpr, SIZE: tl.conste
     tl.store(seen + row, tl.maximum(count * SIZE - beyond, 0).to(tl.int32))
 
 
-@triton.jit(do_not_specialize=("width",))
+@triton.jit(do_not_specialize=("width",), do_not_specialize_on_alignment=("candidates",))
 def take_all(
     seen, candidates, out, width, K: tl.constexpr, K_POWER: tl.constexpr, SIZE: tl.constexpr,
     PER: tl.constexpr,

@@ -112,7 +112,7 @@ def _finish(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=[*SIZES, "unit"])
+@triton.jit(do_not_specialize=[*SIZES, "unit"], do_not_specialize_on_alignment=["candidates"])
 def _best_of_row(
     scores,
     seen_T,
@@ -253,7 +253,7 @@ def best(
         seen_T: int32, at most `limit`.
         out_TK: int64, dense.
         candidates_TB: the blocks that scores are of: column c is entry c % block of block
-            c // block.
+            c // block. Rows may lie apart.
     """
     form = form or sizes(topk)
     rows, names = len(scores_TW), None
@@ -266,7 +266,7 @@ def best(
             out_scores = scores_TW.new_empty(shape)
         candidates = None if parts > 1 else candidates_TB
         arrays = (scores_TW, seen_T, names, candidates, out, out_scores)
-        widths = (out.shape[1], 0 if candidates is None else candidates.shape[1])
+        widths = (out.shape[1], 0 if candidates is None else candidates.stride(0))
         numbers = (scores_TW.shape[1], limit, part_width, parts, *widths)
         _reduce(launch, topk, form, arrays, numbers, rows * parts, block)
         if out_scores is None:

@@ -194,7 +194,7 @@ def _best_by_cuts(
             tl.debug_barrier()
 
 
-@triton.jit(do_not_specialize=[*SIZES, "num_items"])
+@triton.jit(do_not_specialize=[*SIZES, "num_items"], do_not_specialize_on_alignment=["candidates"])
 def best_of_odd_row(
     scores,
     seen_T,
