@@ -152,6 +152,7 @@ def test_explain_refuses_what_is_not_there(monkeypatch: pytest.MonkeyPatch) -> N
     ran = metainfer("kernels", "explain", "hc.mix", "--model", "glm-5.3")
     assert "glm-5.3 does not run hc.mix" in ran.err
     monkeypatch.setattr(on_paper, "has_triton", lambda: False)
+    monkeypatch.setattr("metainfer.cli.kernels_list.find_spec", lambda name: None)
     for arguments in (("list",), ("explain", "norm.rms_norm")):
         ran = metainfer("kernels", *arguments)
         assert (ran.code, "without triton" in ran.err) == (0, True)
