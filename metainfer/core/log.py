@@ -10,6 +10,7 @@ import json
 import logging
 import sys
 import time
+from dataclasses import dataclass
 from typing import TextIO
 
 from metainfer.core.errors import UserError
@@ -42,6 +43,23 @@ class _JsonFormatter(logging.Formatter):
         if record.exc_info is not None:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=False)
+
+
+@dataclass(frozen=True, slots=True)
+class LogForm:
+    """How a process logs: arguments of `configure`."""
+
+    level: str
+    as_json: bool
+
+
+def form_in_force() -> LogForm | None:
+    """How this process logs, for its children; None where nobody configured it."""
+    root = logging.getLogger("metainfer")
+    if not root.handlers:
+        return None
+    as_json = isinstance(root.handlers[0].formatter, _JsonFormatter)
+    return LogForm(logging.getLevelName(root.level).lower(), as_json)
 
 
 def configure(level: str = "info", *, as_json: bool = False, stream: TextIO | None = None) -> None:

@@ -17,7 +17,6 @@ from types import TracebackType
 from typing import Any
 
 from metainfer.arch.families import known_names, read_arch
-from metainfer.arch.overrides import cuts_layers
 from metainfer.arch.record import Arch
 from metainfer.core.errors import UserError
 from metainfer.core.events import EngineEvent
@@ -35,20 +34,23 @@ from metainfer.llm.ahead import steps_ahead
 from metainfer.llm.client import EngineStats
 from metainfer.llm.loop import Executor, Loop
 from metainfer.llm.make_runner import make_runner
+from metainfer.llm.open_weights import open_weights
 from metainfer.llm.policy import Policies, TimeShare
+from metainfer.llm.ranks import GroupRunner
 from metainfer.llm.request import Request
 from metainfer.llm.runner import Runner
 from metainfer.llm.scheduler import Scheduler
+from metainfer.llm.start_ranks import Ranks, Recipe
 from metainfer.llm.step import Step
 from metainfer.llm.threads import begun, in_a_thread, settle_thread
 from metainfer.llm.warmup import warm_up
 from metainfer.nn.cache import CacheStorage
+from metainfer.ops.base import Target
 from metainfer.plan.build import build_plan, choose_target
 from metainfer.plan.plan import Plan
 from metainfer.plan.proof import cache_proof
 from metainfer.plan.settings import EngineSettings, LoadFormat
-from metainfer.weights.dummy import DummyCheckpoint
-from metainfer.weights.load import Checkpoint, LoadProgress
+from metainfer.weights.load import LoadProgress
 
 _log = logging.getLogger(__name__)
 
@@ -59,6 +61,8 @@ class Engine:
     Args:
         executor: runs the steps, in the engine thread alone.
         observed: values of `EngineStats` that are not the scheduler's, by name.
+        cpus: that the engine's thread is bound to; none for all.
+        on_close: called at the end, when nothing runs any more; may be called again.
         check_every_step: for tests: the scheduler's books are checked after every step.
 
     Attributes:
@@ -76,6 +80,8 @@ class Engine:
         *,
         kernels: Sequence[Kernel] = (),
         observed: Callable[[], Mapping[str, Any]] = dict,
+        on_close: Callable[[], None] = lambda: None,
+        cpus: Sequence[int] = (),
         check_every_step: bool = False,
     ) -> None:
         self.machine = machine
@@ -84,6 +90,8 @@ class Engine:
         self.kernels = tuple(kernels)
         self.limits = limits_of(arch, plan)
         self._observed = observed
+        self._on_close = on_close
+        self._cpus = tuple(cpus)
         pace = TimeShare(plan.decode_share.value, plan.longest_prefill_s.value)
         self._loop = Loop(
             Scheduler(self.limits, Policies(pace=pace)),
@@ -123,12 +131,16 @@ class Engine:
     def start(cls, loaded: LoadedModel, *, check_every_step: bool = False) -> Engine:
         """Warm a model up and serve it. Raises what the model raises."""
         plan, runner, compilations = loaded.plan, loaded.runner, loaded.compilations
-        found = loaded.steps_ahead.result()
-        in_a_thread(plan, lambda: warm_up(runner, plan, found))
+        try:
+            found = loaded.steps_ahead.result()
+            in_a_thread(plan, lambda: warm_up(runner, plan, found), loaded.cpus)
+        except BaseException:
+            loaded.close()
+            raise
         compilations.begin_service()
         ready_s = time.perf_counter() - loaded.began_s
         _log.info("%s is ready after %s", loaded.arch.name, format_seconds(ready_s))
-        return cls(
+        engine = cls(
             loaded.machine,
             loaded.arch,
             plan,
@@ -138,8 +150,12 @@ class Engine:
                 "kernels_compiled": compilations.in_service,
                 "decodes_without_graph": runner.decodes_without_graph,
             },
+            on_close=loaded.close,
+            cpus=loaded.cpus,
             check_every_step=check_every_step,
         )
+        loaded.on_death(engine._loop.stop)
+        return engine
 
     # ---- EngineClient ----
 
@@ -162,6 +178,7 @@ class Engine:
         and from any thread."""
         self._loop.close()
         self._thread.join()
+        self._on_close()
 
     def __enter__(self) -> Engine:
         return self
@@ -175,7 +192,7 @@ class Engine:
         self.close()
 
     def _run(self) -> None:
-        settle_thread(self.plan)
+        settle_thread(self.plan, self._cpus)
         self._loop.run()
 
 
@@ -187,16 +204,33 @@ class LoadedModel:
         kernels: every op that a layer or the sampler bound, with its backend.
         steps_ahead: steps that start all kernels for GPUs, whose code is compiled meanwhile.
         began_s: `time.perf_counter()` when loading began.
+        ranks: beside this process's own; None where there are none.
     """
 
     machine: Machine
     arch: Arch
     plan: Plan
     kernels: tuple[Kernel, ...]
-    runner: Runner[CacheStorage]
+    runner: Runner[CacheStorage] | GroupRunner
     compilations: Compilations
     steps_ahead: Future[list[Step]]
     began_s: float
+    ranks: Ranks | None = None
+
+    @property
+    def cpus(self) -> tuple[int, ...]:
+        """That threads which run it are bound to; () for all."""
+        return () if self.ranks is None else self.ranks.cpus
+
+    def on_death(self, tell: Callable[[str], None]) -> None:
+        """`tell` gets a sentence, from another thread, should a rank end by itself."""
+        if self.ranks is not None:
+            self.ranks.on_death(tell)
+
+    def close(self) -> None:
+        """End the processes of other ranks. May be called again."""
+        if self.ranks is not None:
+            self.ranks.end()
 
 
 def load_model(
@@ -240,13 +274,43 @@ def load_model(
     # While weights are read.
     ahead = begun(lambda: steps_ahead(arch, plan, target, starts, tuned))
     bound = registry if watched is None else watched(registry)
-    with _open_weights(directory, arch, settings, plan, on_progress) as checkpoint:
+    ranks = None
+    if plan.tensor_parallel_size.value > 1:
+        recipe = Recipe(machine, plan, arch, directory, settings, target, tuned)
+        ranks = Ranks(recipe, on_progress)
+    try:
+        kernels, runner = _loaded(
+            arch, plan, directory, settings, bound, target, on_progress, ranks
+        )
+    except BaseException:
+        if ranks is not None:
+            ranks.end()
+        raise
+    return LoadedModel(machine, arch, plan, kernels, runner, compilations, ahead, began_s, ranks)
+
+
+def _loaded(
+    arch: Arch,
+    plan: Plan,
+    source: Path,
+    settings: EngineSettings,
+    registry: Registry,
+    target: Target,
+    on_progress: LoadProgress | None,
+    ranks: Ranks | None,
+) -> tuple[tuple[Kernel, ...], Runner[CacheStorage] | GroupRunner]:
+    """What this process's rank has bound, and who runs the model on all ranks."""
+    tell = on_progress if ranks is None else ranks.progress
+    with open_weights(source, arch, settings, plan, tell) as checkpoint:
         if checkpoint.unused:
             _log.info("%d tensors of drafting blocks are not used", len(checkpoint.unused))
+        group, cpus = (None, ()) if ranks is None else (ranks.group, ranks.cpus)
         kernels, runner = in_a_thread(
-            plan, lambda: make_runner(arch, plan, checkpoint, bound, target)
+            plan,
+            lambda: make_runner(arch, plan, checkpoint, registry, target, group=group),
+            cpus,
         )
-    return LoadedModel(machine, arch, plan, kernels, runner, compilations, ahead, began_s)
+    return kernels, runner if ranks is None else ranks.runner(runner)
 
 
 def limits_of(arch: Arch, plan: Plan) -> Limits:
@@ -291,16 +355,3 @@ def checkpoint_directory(path: str | Path) -> Path:
     raise UserError(
         f"there is no checkpoint directory at '{path}'", hint="give the directory of a checkpoint"
     )
-
-
-def _open_weights(
-    source: Path,
-    arch: Arch,
-    settings: EngineSettings,
-    plan: Plan,
-    on_progress: LoadProgress | None,
-) -> Checkpoint:
-    if settings.load_format == LoadFormat.DUMMY:
-        return DummyCheckpoint(arch, plan.device.value, on_progress=on_progress)
-    cut = cuts_layers(settings.hf_overrides)
-    return Checkpoint.open(source, arch, on_progress=on_progress, more_layers=cut)

@@ -8,7 +8,7 @@ import torch
 
 from metainfer.arch.cache_kinds import blocks_for
 from metainfer.arch.record import Arch
-from metainfer.comm.group import Solo
+from metainfer.comm.group import Group, Solo
 from metainfer.core.units import format_bytes
 from metainfer.kernels.registry import Kernel, Registry
 from metainfer.llm.graphs import CudaGraphs
@@ -31,11 +31,13 @@ def make_runner(
     registry: Registry,
     target: Target,
     *,
+    group: Group | None = None,
     on_paper: bool = False,
 ) -> tuple[tuple[Kernel, ...], Runner[CacheStorage]]:
     """What was bound, and who runs the model, which is in memory with its cache.
 
     Args:
+        group: of this rank; None for one that is alone.
         on_paper: all tensors are on the device "meta", without numbers; no graphs are made.
     """
     device = torch.device("meta" if on_paper else plan.device.value)
@@ -48,7 +50,7 @@ def make_runner(
         registry=registry,
         target=target,
         kernel_order=plan.kernel_order.value,
-        group=Solo(),
+        group=group or Solo(),
         device=device,
         compute_dtype=getattr(torch, plan.compute_dtype.value),
         activations=plan.activations.value,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import TypeVar
 
 import torch
@@ -15,21 +17,28 @@ from metainfer.plan.plan import Plan
 _Made = TypeVar("_Made")
 
 
-def settle_thread(plan: Plan) -> None:
+def settle_thread(plan: Plan, cpus: Sequence[int] = ()) -> None:
     """What the calling thread must know: which GPU is its own, and how many threads compute with
-    it. torch counts them per process, OpenMP per calling thread: both are told."""
+    it. torch counts them per process, OpenMP per calling thread: both are told.
+
+    Args:
+        cpus: that it is bound to, and the threads that it starts; none for all.
+    """
     use_device(plan.device.value)
+    if cpus:
+        with suppress(OSError):  # where the system grants fewer
+            os.sched_setaffinity(0, cpus)
     if plan.threads.value:
         torch.set_num_threads(plan.threads.value)
 
 
-def in_a_thread(plan: Plan, work: Callable[[], _Made]) -> _Made:
+def in_a_thread(plan: Plan, work: Callable[[], _Made], cpus: Sequence[int] = ()) -> _Made:
     """What `work` returns or raises, done in a thread that ends, on the device of `plan`.
 
     OpenMP keeps workers for every thread that ever computed. Where they are more than the cores,
     none of them waits actively, and steps of the engine's own thread take up to twice as long.
     """
-    return begun(lambda: _settled(plan, work)).result()  # Ctrl-C ends the wait
+    return begun(lambda: _settled(plan, work, cpus)).result()  # Ctrl-C ends the wait
 
 
 def begun(work: Callable[[], _Made]) -> Future[_Made]:
@@ -47,6 +56,6 @@ def begun(work: Callable[[], _Made]) -> Future[_Made]:
     return done
 
 
-def _settled(plan: Plan, work: Callable[[], _Made]) -> _Made:
-    settle_thread(plan)
+def _settled(plan: Plan, work: Callable[[], _Made], cpus: Sequence[int]) -> _Made:
+    settle_thread(plan, cpus)
     return work()

@@ -11,11 +11,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Protocol
 
 from metainfer.core.units import format_seconds
 from metainfer.llm.made_steps import Room, decode, mixed, prefill, step
-from metainfer.llm.runner import Runner
 from metainfer.llm.step import Step
 from metainfer.plan.plan import Plan
 
@@ -29,7 +28,15 @@ _LONG_CONTEXT = 8192
 _log = logging.getLogger(__name__)
 
 
-def warm_up(runner: Runner[Any], plan: Plan, found: Sequence[Step] = ()) -> None:
+class DryRunner(Protocol):
+    """What this needs of `llm.runner.Runner`."""
+
+    def dry_run(self, step: Step) -> None: ...
+
+    def capture(self) -> None: ...
+
+
+def warm_up(runner: DryRunner, plan: Plan, found: Sequence[Step] = ()) -> None:
     """Run a short prefill and, where they are cheap, the largest decode and the largest prefill;
     capture the graphs of decode steps.
 
@@ -57,7 +64,7 @@ def warm_up(runner: Runner[Any], plan: Plan, found: Sequence[Step] = ()) -> None
     _log.info("dry run: a step of %d rows took %s", room.rows, format_seconds(largest_s))
 
 
-def _run_all(runner: Runner[Any], steps: Sequence[Step]) -> bool:
+def _run_all(runner: DryRunner, steps: Sequence[Step]) -> bool:
     """Small ones first, until one takes too long; whether none did."""
     began_s = time.perf_counter()
     for one in sorted(steps, key=lambda one: one.num_rows):
@@ -93,7 +100,7 @@ def row_classes(most: int) -> list[int]:
     return sorted(found)
 
 
-def _timed(runner: Runner[Any], one: Step) -> float:
+def _timed(runner: DryRunner, one: Step) -> float:
     """Seconds that a step took."""
     began_s = time.perf_counter()
     runner.dry_run(one)

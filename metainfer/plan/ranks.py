@@ -36,7 +36,7 @@ def collectives(target: Target, ranks: int) -> Value[str]:
         return Value(NONE, Origin.DEFAULT, "one rank has nobody to talk to")
     if target.type == "cuda":
         return Value(NCCL, Origin.DEFAULT, "runs on the GPU's own stream, inside of graphs too")
-    return Value(GLOO, Origin.DEFAULT, "moves sums between processes of one host")
+    return Value(HOST_MEMORY, Origin.DEFAULT, "processes of one host read each other's sums there")
 
 
 def rank_gpus(machine: Machine, first: int, ranks: int) -> tuple[Gpu, ...]:

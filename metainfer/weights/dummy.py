@@ -77,6 +77,7 @@ class DummyCheckpoint(Checkpoint):
             if stack is None:
                 stack = torch.empty((len(specs), *shape), dtype=drawn.dtype, device=device)
             stack[start : start + at_once].copy_(drawn)
+            self.bytes_taken += drawn.nbytes
         assert stack is not None
         self._count(specs)
         return stack

@@ -38,6 +38,9 @@ class Checkpoint:
 
     Tensors are views of the mapped files where they can be (whole tensors, slices of rows): treat
     them as read-only. They keep the mapping alive, and pages are read when first touched.
+
+    Attributes:
+        bytes_taken: of the slices that were handed out, each counted once.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class Checkpoint:
         self._on_progress = on_progress
         self._handed_out: set[str] = set()
         self._bytes_done = 0
+        self.bytes_taken = 0
         used = (entry for entry in index.entries.values() if not entry.name.startswith(MTP_PREFIX))
         self._bytes_in_all = sum(entry.nbytes for entry in used)
 
@@ -101,14 +105,18 @@ class Checkpoint:
         """
         entry = self._entry(name)
         whole = self._whole(entry)
-        if self._on_progress is not None and name not in self._handed_out:
+        fresh = name not in self._handed_out
+        if fresh:
             self._handed_out.add(name)
             self._bytes_done += entry.nbytes
-            self._on_progress(self._bytes_done, self._bytes_in_all)
+            if self._on_progress is not None:
+                self._on_progress(self._bytes_done, self._bytes_in_all)
         dimension = split_dimension(name)
         if dimension is not None and self.size > 1:
             first, share = rank_share(whole.shape[dimension], self.rank, self.size)
             whole = whole.narrow(dimension, first, share).contiguous()
+        if fresh:
+            self.bytes_taken += whole.nbytes
         return whole if dtype is None else whole.to(dtype)
 
     def weight(self, prefix: str) -> Weight:

@@ -1,0 +1,105 @@
+"""Where the ranks of an engine meet, and the group that a model keeps however often they do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from metainfer.comm.group import Aborted, Group
+from metainfer.comm.host_memory import join_host_memory
+from metainfer.comm.world import World
+from metainfer.core.errors import MetainferError, UserError
+from metainfer.llm.rank_orders import Abortable
+from metainfer.plan.ranks import HOST_MEMORY
+
+T = TypeVar("T")
+
+
+class StandingGroup:
+    """The group of one rank for as long as its model lives. The ranks meet before the first step,
+    and again after one that failed on some of them.
+
+    Attributes:
+        calls: collectives since the ranks met; ranks that are in step have made equally many.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self.calls = 0
+        self._joined: Abortable | None = None
+        self._broken: str | None = None
+
+    def meet(self, joined: Abortable) -> None:
+        """Use `joined` from now on; the one before is left."""
+        before, self._joined = self._joined, joined
+        self._broken = None
+        self.calls = 0
+        if before is not None:
+            before.close()
+
+    def abort(self, why: str) -> None:
+        """End what all ranks wait for, until they meet anew. May be called from any thread."""
+        self._broken = self._broken or why
+        if self._joined is not None:
+            self._joined.abort(why)
+
+    def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
+        return self._group().all_reduce(partial)
+
+    def all_gather(self, part_N: torch.Tensor) -> torch.Tensor:
+        return self._group().all_gather(part_N)
+
+    def reduce_scatter(self, partial_N: torch.Tensor) -> torch.Tensor:
+        return self._group().reduce_scatter(partial_N)
+
+    def all_to_all(self, parts_N: torch.Tensor) -> torch.Tensor:
+        return self._group().all_to_all(parts_N)
+
+    def send(self, tensor: torch.Tensor, to: int) -> None:
+        self._group().send(tensor, to)
+
+    def receive(self, like: torch.Tensor, sender: int) -> torch.Tensor:
+        return self._group().receive(like, sender)
+
+    def gather(self, value: T) -> list[T] | None:
+        return self._group().gather(value)
+
+    def broadcast(self, value: T) -> T:
+        return self._group().broadcast(value)
+
+    def part(self, ranks: Sequence[int]) -> Group:
+        return self._group().part(ranks)
+
+    def close(self) -> None:
+        if self._joined is not None:
+            self._joined.close()
+
+    def _group(self) -> Abortable:
+        if self._joined is None:
+            raise MetainferError(f"rank {self.rank} has not met the others yet")
+        if self._broken is not None:
+            raise Aborted(self._broken)
+        self.calls += 1
+        return self._joined
+
+
+@dataclass(frozen=True, slots=True)
+class HostMeeting:
+    """Of ranks that are processes of one host.
+
+    Attributes:
+        world: shared by all; made anew for each meeting.
+        carried: by what, one of `plan.ranks`.
+    """
+
+    world: World
+    carried: str
+
+    def join(self, rank: int) -> Abortable:
+        if self.carried == HOST_MEMORY:
+            return join_host_memory(self.world, rank)
+        raise UserError(f"ranks cannot talk over {self.carried} in this version")

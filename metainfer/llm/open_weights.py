@@ -1,0 +1,42 @@
+"""A rank's view of the weights: of the files of a checkpoint, or drawn at random."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from metainfer.arch.overrides import cuts_layers
+from metainfer.arch.record import Arch
+from metainfer.plan.plan import Plan
+from metainfer.plan.settings import EngineSettings, LoadFormat
+from metainfer.weights.dummy import DummyCheckpoint
+from metainfer.weights.load import Checkpoint, LoadProgress
+
+
+def open_weights(
+    source: Path,
+    arch: Arch,
+    settings: EngineSettings,
+    plan: Plan,
+    on_progress: LoadProgress | None,
+    *,
+    rank: int = 0,
+) -> Checkpoint:
+    """
+    Args:
+        plan: as the rank reads it.
+
+    Raises UserError, CheckpointError: as `Checkpoint.open`.
+    """
+    size = plan.tensor_parallel_size.value
+    if settings.load_format == LoadFormat.DUMMY:
+        return DummyCheckpoint(
+            arch, plan.device.value, rank=rank, size=size, on_progress=on_progress
+        )
+    return Checkpoint.open(
+        source,
+        arch,
+        rank=rank,
+        size=size,
+        on_progress=on_progress,
+        more_layers=cuts_layers(settings.hf_overrides),
+    )
