@@ -23,7 +23,13 @@ from metainfer.plan.engine_commands import VERDICTS, VLLM, SetUp
 from metainfer.plan.found import Fits, Ledger
 from metainfer.plan.layouts import Formats, Layouts
 from metainfer.plan.search import Result, search
-from metainfer.plan.speculation import ACCEPTED, draft_counts, most_drafted, speculated
+from metainfer.plan.speculation import (
+    ACCEPTED,
+    draft_counts,
+    most_drafted,
+    speculated,
+    tokens_text,
+)
 from metainfer.plan.workload import Workload
 
 _STOCK = "stock"
@@ -170,7 +176,7 @@ def _notes(
     drafted = _drafted(set_up, shape)
     if drafted:
         yield (
-            f"it drafts {drafted} tokens a step: predicted as if blocks of the checkpoint drafted"
+            f"it drafts {tokens_text(drafted)} a step: predicted as if blocks of the checkpoint drafted"
             f" and {ACCEPTED:.0%} of tokens held"
         )
     elif set_up.drafts != 0:
@@ -273,7 +279,7 @@ def _better(found: Advice) -> list[str]:
             continue
         whose = found.set_up.engine if label == "better" else "this engine's own plan"
         more = "" if gain is None else f": {gain:+.0%} requests a second"
-        drafts = f", drafting {best.formats.draft} tokens" if best.formats.draft else ""
+        drafts = f", drafting {tokens_text(best.formats.draft)}" if best.formats.draft else ""
         rows = f"chunks of {best.formats.chunk_rows:,} rows"
         told = f"{whose}, {best.layouts.name}, {rows}{drafts}{more}"
         lines += textwrap.wrap(told, 100, initial_indent=f"{label:<11}", subsequent_indent=" " * 11)

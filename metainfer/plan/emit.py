@@ -17,7 +17,7 @@ from metainfer.plan.engine_commands import SGLANG, VLLM
 from metainfer.plan.found import Candidate
 from metainfer.plan.layouts import RELEASED
 from metainfer.plan.search import Result
-from metainfer.plan.speculation import drafts_a_block
+from metainfer.plan.speculation import drafts_a_block, tokens_text
 
 METAINFER = "metainfer"
 
@@ -218,11 +218,11 @@ def _unsure(result: Result, best: Candidate, engine: str) -> Iterator[str]:
 def _lost_formats(result: Result, best: Candidate, engine: str) -> Iterator[str]:
     if engine != METAINFER and best.formats.draft and drafts_a_block(result.shape):
         yield (
-            f"drafting {best.formats.draft} tokens with the blocks that {result.shape.name} has for"
+            f"drafting {tokens_text(best.formats.draft)} with the blocks that {result.shape.name} has for"
             " it: how this engine is told so is not known here"
         )
     elif engine == METAINFER and best.formats.draft:
-        yield f"drafting {best.formats.draft} tokens, which this version does not do"
+        yield f"drafting {tokens_text(best.formats.draft)}, which this version does not do"
     keys = best.formats.index_keys
     if engine != METAINFER and keys not in (RELEASED, best.formats.latents, CODED_KEYS):
         yield f"index keys in {keys}: how this engine is told so is not known here"

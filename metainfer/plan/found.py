@@ -12,7 +12,7 @@ from metainfer.plan.choices import SELF
 from metainfer.plan.cost.phases import Phases
 from metainfer.plan.cost.predict import Prediction
 from metainfer.plan.layouts import Formats, Layouts
-from metainfer.plan.speculation import ACCEPTED, tokens_a_step
+from metainfer.plan.speculation import ACCEPTED, tokens_a_step, tokens_text
 from metainfer.plan.workload import Workload
 
 THROUGHPUT, TTFT, INTERACTIVE = "throughput", "ttft", "interactive"
@@ -106,7 +106,7 @@ def notes_of(best: Candidate, workload: Workload) -> list[str]:
         )
     if best.formats.draft:
         notes.append(
-            f"drafting {best.formats.draft} tokens gives {tokens_a_step(best.formats.draft):.1f} a"
+            f"drafting {tokens_text(best.formats.draft)} gives {tokens_a_step(best.formats.draft):.1f} a"
             f" step if {ACCEPTED:.0%} of them hold, which is inferred and depends on the text"
         )
     load = best.prediction.load

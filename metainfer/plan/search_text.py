@@ -15,6 +15,7 @@ from metainfer.plan.gains import Outlook, gain_text, where_to_prove
 from metainfer.plan.layouts import RELEASED
 from metainfer.plan.rank_lines import RankLedger, ledger_text
 from metainfer.plan.search import Result
+from metainfer.plan.speculation import tokens_text
 
 WIDTH = 100
 _SHOWN = 5
@@ -86,7 +87,7 @@ def _choice(result: Result, ahead: Outlook | None) -> list[str]:
         *([f"wire       {_wire(result)}"] if best.layouts.prefill.group > 1 else []),
         f"memory     {format_bytes(best.ledger.total_bytes)} of"
         f" {format_bytes(best.ledger.limit_bytes)} on the fullest GPU{room}",
-        *([f"drafting   {formats.draft} tokens before each step"] if formats.draft else []),
+        *([f"drafting   {tokens_text(formats.draft)} before each step"] if formats.draft else []),
     ]
 
 

@@ -49,7 +49,7 @@ def check_draft(shape: ModelShape, tokens: int) -> None:
     """Raises UserError where the model cannot draft so many."""
     if tokens and shape.draft is None:
         raise UserError(
-            f"{shape.name} has no drafting blocks, so {tokens} tokens cannot be drafted",
+            f"{shape.name} has no drafting blocks, so {tokens_text(tokens)} cannot be drafted",
             hint="leave --num-speculative-tokens out, or give 0",
         )
     most = most_drafted(shape)
@@ -58,6 +58,10 @@ def check_draft(shape: ModelShape, tokens: int) -> None:
             f"--num-speculative-tokens {tokens} is not 0 to {most}",
             hint=f"the drafting blocks of {shape.name} are planned for at most {most} at a time",
         )
+
+
+def tokens_text(count: int) -> str:
+    return "1 token" if count == 1 else f"{count} tokens"
 
 
 def tokens_a_step(drafted: int, accepted: float = ACCEPTED) -> float:

@@ -21,7 +21,10 @@ from metainfer.ops.capabilities import Capabilities
 from metainfer.ops.catalogue import OPS
 from metainfer.ops.kernel_order import NO_KERNEL
 from metainfer.plan.build import build_plan
+from metainfer.plan.ledger_ranks import RankLedgers
+from metainfer.plan.search import search
 from metainfer.plan.settings import EngineSettings
+from metainfer.plan.workload import Workload
 from tests.fakes.machines import make_machine
 
 V4, V41, GLM = map(read_shape, ("deepseek-v4-flash", "deepseek-v4.1-flash", "glm-5.3"))
@@ -59,20 +62,39 @@ def test_room_that_is_left_is_told():
     assert only(memory.late, "rtx-pro-6000-x8", V4).level == "ok"
 
 
+def of_layouts(machine: str, shape) -> dict[str, Finding]:
+    return {finding.check: finding for finding in found(layout.layouts, machine, shape)}
+
+
 def test_replicas_of_smaller_groups_beat_one_group_over_all():
-    finding = only(layout.width, "rtx-6000d-x8", V41)
-    assert finding.level == "warn" and "2 x TP4" in finding.what
-    assert "start 2 servers of 4 cards" in finding.fix and "tok/s" in finding.matters
-    assert not found(layout.width, "rtx-pro-6000-x2", V41)  # fits nowhere
-    assert not found(layout.width, "h200-x1", V4)
+    finding = of_layouts("rtx-6000d-x8", V41)[layout.WIDTH]
+    assert finding.level == "warn" and "than as TP8" in finding.what
+    assert "vllm serve MODEL" in finding.fix and "requests a second" in finding.matters
+    assert layout.WIDTH not in of_layouts("rtx-pro-6000-x2", V41)  # fits nowhere
+    assert layout.WIDTH not in of_layouts("h200-x1", V4)
+
+
+@pytest.mark.parametrize("machine", ["rtx-6000d-x8", "l40s-x8", "rtx-pro-6000-x4", "b300-x8"])
+@pytest.mark.parametrize("shape", [V4, V41], ids=["v4", "v41"])
+def test_nothing_is_advised_that_the_plan_ranks_lower(machine, shape):
+    ranked = search(shape, machine_of(machine), Workload(), RankLedgers(), profile="stock").ranked
+    advised = of_layouts(machine, shape).get(layout.WIDTH)
+    first = ranked[0].layouts.name
+    gpus = len(machine_of(machine).gpus)
+    wide = [one for one in ranked if one.layouts.prefill.tensor == gpus]
+    if advised is None:
+        assert not wide
+    elif advised.level == "warn":
+        assert f"as {first} than" in advised.what and f"as {first} (" in advised.matters
+    else:
+        assert ranked[0].prediction.requests_per_s < 1.15 * wide[0].prediction.requests_per_s
 
 
 def test_what_fits_nowhere_fails_and_a_conversion_is_a_warning():
-    fine = only(layout.plan, "rtx-6000d-x8", V41)
-    # By requests a second: a pipeline of four stages reads faster and decodes slower.
-    assert fine.level == "ok" and "2 x TP2 PP2 answers most requests" in fine.what
-    assert only(layout.plan, "rtx-5070ti-x2", V4).level == "fail"
-    assert "converted checkpoint" in only(layout.plan, "rtx-6000d-x8", GLM).what
+    fine = of_layouts("rtx-6000d-x8", V41)[layout.PLAN]
+    assert fine.level == "ok" and "answers most requests" in fine.what
+    assert of_layouts("rtx-5070ti-x2", V4)[layout.PLAN].level == "fail"
+    assert "converted checkpoint" in of_layouts("rtx-6000d-x8", GLM)[layout.PLAN].what
 
 
 def test_this_engine_says_what_it_serves():

@@ -1,89 +1,41 @@
-"""Layout: whether all cards in one group of tensor parallelism is the best that they can do."""
+"""Layout: what the search over all layouts says, and what one group over all cards loses to it."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from metainfer.core.errors import UserError
-from metainfer.doctor.estimate import (
-    STOCK,
-    gpus_of,
-    predicted,
-    tensor_layouts,
-    tensor_sizes,
-    told,
-    transfers_share,
-    workload_of,
-)
+from metainfer.doctor.estimate import STOCK, gpus_of, workload_of
 from metainfer.doctor.finding import Check, Finding, Level, Patient
-from metainfer.plan.layouts import Formats
+from metainfer.plan.emit import emit
+from metainfer.plan.engine_commands import VLLM
+from metainfer.plan.found import Candidate
 from metainfer.plan.ledger_ranks import RankLedgers
-from metainfer.plan.search import search
+from metainfer.plan.search import Result, search
+from metainfer.plan.speculation import tokens_text
 
-_WIDTH = "width of tensor parallelism"
-_PLAN = "layout of the plan"
+WIDTH = "width of tensor parallelism"
+PLAN = "layout of the plan"
 
+_LIMITS = re.compile(r" --max-(model-len|num-seqs) \S+")
+"""Of a command: they are the owner's."""
 _WORTH_IT = 1.15
 """Estimates that differ by less are called equal."""
 
 
-def width(patient: Patient) -> Iterator[Finding]:
-    """All cards in one group, against replicas of smaller groups, with engines as they come."""
-    shape, machine = patient.shape, patient.machine
-    gpus = len(gpus_of(machine))
-    if shape is None or gpus < 2:
-        return
-    ledgers, rates = RankLedgers(), {}
-    for size in tensor_sizes(shape, gpus):
-        found = predicted(shape, machine, size)
-        fits = ledgers(
-            shape, machine, tensor_layouts(size, gpus), workload_of(shape), Formats()
-        ).fits
-        if found is not None and fits:
-            rates[size] = found
-    if len(rates) < 2 or max(rates) == 1:
-        return
-    widest = max(rates)
-    best = max(rates, key=lambda size: rates[size].input_per_s)
-    names = {size: tensor_layouts(size, gpus).decode.name for size in rates}
-    evidence = "; ".join(
-        f"{names[size]}: {one.input_per_s:,.0f} input tok/s, {one.tpot_s * 1e3:.1f} ms between"
-        f" tokens, {transfers_share(one):.0%} of prefill in exchanges"
-        for size, one in rates.items()
-    )
-    if rates[best].input_per_s < _WORTH_IT * rates[widest].input_per_s:
-        yield Finding(_WIDTH, Level.OK, f"TP{widest} is about as good as any narrower group",
-                      evidence)  # fmt: skip
-        return
-    cards = ",".join(str(place) for place in range(best))
-    rest = ",".join(str(place) for place in range(best, min(2 * best, gpus)))
-    yield Finding(
-        _WIDTH,
-        Level.WARN,
-        f"{shape.name} reads faster in {names[best]} than in TP{widest}",
-        evidence,
-        told(rates[widest], rates[best], f"as {names[best]}")
-        + "; with vLLM or SGLang as they come",
-        f"start {gpus // best} servers of {best} cards: CUDA_VISIBLE_DEVICES={cards} vllm serve"
-        f" ... --tensor-parallel-size {best} --port 8000, the next with {rest} and --port 8001,"
-        " behind any load balancer; where the longest contexts only fit wider, keep one wide",
-        "cost model of `metainfer plan`; two replicas of TP2 beat TP4 with V4-Flash"
-        " (github.com/local-inference-lab), TP8 is 1.12 to 1.14 times TP4 even over NVLink"
-        " (github.com/sgl-project/sglang/pull/39062)",
-    )
-
-
-def plan(patient: Patient) -> Iterator[Finding]:
-    """What the search over all layouts says, of engines as they come."""
+def layouts(patient: Patient) -> Iterator[Finding]:
+    """What `metainfer plan` ranks first, of engines as they come, and what all cards in one group
+    of tensor parallelism lose to that."""
     shape, machine = patient.shape, patient.machine
     if shape is None or not gpus_of(machine):
         return
     try:
-        found = search(shape, machine, workload_of(shape), RankLedgers(), profile=STOCK)
+        result = search(shape, machine, workload_of(shape), RankLedgers(), profile=STOCK)
     except UserError as error:
         nothing_fits = error.message.startswith("no layout")
         yield Finding(
-            _PLAN,
+            PLAN,
             Level.FAIL if nothing_fits else Level.UNKNOWN,
             error.message,
             error.hint or "",
@@ -91,25 +43,83 @@ def plan(patient: Patient) -> Iterator[Finding]:
             "a smaller model, fewer bits, or more or larger cards" if nothing_fits else "",
         )
         return
-    best = found.best.prediction
-    converted = [note for note in found.notes if "converted checkpoint" in note]
-    yield Finding(
-        _PLAN,
+    yield _planned(result)
+    yield from _width(result)
+
+
+def _planned(result: Result) -> Finding:
+    name, best = result.shape.name, result.best
+    converted = [note for note in result.notes if "converted checkpoint" in note]
+    return Finding(
+        PLAN,
         Level.WARN if converted else Level.OK,
         converted[0]
         if converted
-        else f"of all layouts {found.best.layouts.name} answers most requests, and reads about"
-        f" {best.input_per_s:,.0f} input tok/s",
-        f"{found.best.layouts.name}: {best.input_per_s:,.0f} input tok/s, first token"
-        f" after {best.ttft_s:.2f} s, {best.tpot_s * 1e3:.1f} ms between tokens, with engines as"
-        f" they come; may be off by {best.input_error:.0%}",
+        else f"of all layouts {best.layouts.name} answers most requests, and reads about"
+        f" {best.prediction.input_per_s:,.0f} input tok/s",
+        f"{_told(best)}, first token after {best.prediction.ttft_s:.2f} s, with engines as they"
+        f" come; may be off by {best.prediction.input_error:.0%}",
         "as released its weights alone are more than all cards hold" if converted else "",
-        f"`metainfer plan {shape.name} --engine stock --explain` shows the others, and"
-        " `metainfer plan` without --engine what better kernels and exchanges would give",
+        f"`metainfer plan {name} --engine stock --explain` shows the others, and `metainfer plan`"
+        " without --engine what better kernels and exchanges would give",
+    )
+
+
+def _width(result: Result) -> Iterator[Finding]:
+    """All cards in one group, where the model divides so and fits, against the best."""
+    gpus = len(gpus_of(result.machine))
+    wide = next((one for one in result.ranked if _ranks_of_heads(one) == gpus), None)
+    if wide is None or gpus < 2:
+        return
+    groups = [one for one in result.ranked if _ranks_of_heads(one)]
+    shown = dict.fromkeys([result.best, *groups])
+    evidence = "; ".join(_told(one) for one in shown)
+    best = result.best.prediction
+    if best.requests_per_s < _WORTH_IT * wide.prediction.requests_per_s:
+        yield Finding(
+            WIDTH,
+            Level.OK,
+            f"TP{gpus} is about as good as any other layout",
+            evidence,
+        )
+        return
+    emitted = emit(result, VLLM, "MODEL")
+    more = len(emitted.commands) - 1
+    yield Finding(
+        WIDTH,
+        Level.WARN,
+        f"{result.shape.name} answers more requests as {result.best.layouts.name} than as TP{gpus}",
+        evidence,
+        f"estimated {wide.prediction.requests_per_s:.3g} requests a second as it is and"
+        f" {best.requests_per_s:.3g} as {result.best.layouts.name} (either may be off by"
+        f" {max(best.input_error, best.decode_error):.0%}), of {result.workload.input_tokens:,}"
+        f" tokens in and {result.workload.output_tokens:,} out, with vLLM or SGLang as they come",
+        _LIMITS.sub("", emitted.commands[0])
+        + (f", and {more} more like it behind any load balancer" if more else "")
+        + f"; `metainfer plan {result.shape.name} --engine stock --emit vllm` prints all, as"
+        " --emit sglang does",
+        "cost model of `metainfer plan`; two replicas of TP2 beat TP4 with V4-Flash"
+        " (github.com/local-inference-lab), TP8 is 1.12 to 1.14 times TP4 even over NVLink"
+        " (github.com/sgl-project/sglang/pull/39062)",
+    )
+
+
+def _ranks_of_heads(one: Candidate) -> int:
+    """Of a layout that divides nothing but heads, and experts with them; 0 for others."""
+    before, after = one.layouts.prefill, one.layouts.decode
+    plain = before.context == after.context == before.pipeline == 1
+    return after.tensor if plain and before.tensor == after.tensor else 0
+
+
+def _told(one: Candidate) -> str:
+    told, drafted = one.prediction, one.formats.draft
+    drafts = f" drafting {tokens_text(drafted)}" if drafted else ""
+    return (
+        f"{one.layouts.name}{drafts}: {told.requests_per_s:.3g} requests a second,"
+        f" {told.input_per_s:,.0f} input tok/s, {told.tpot_s * 1e3:.1f} ms between tokens"
     )
 
 
 CHECKS = (
-    Check(_WIDTH, "Is one group over all cards better than replicas of smaller ones?", width),
-    Check(_PLAN, "Which of all layouts is best, and does any fit?", plan),
+    Check(PLAN, "Which of all layouts is best, does any fit, what does one group lose?", layouts),
 )
