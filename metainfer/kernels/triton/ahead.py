@@ -22,6 +22,7 @@ from typing import Any
 from triton.runtime.cache import get_cache_manager
 
 from metainfer.core.env import child_environment
+from metainfer.core.threads import in_threads
 from metainfer.kernels.gpu import code_cache
 from metainfer.kernels.gpu.program import CudaUnit
 from metainfer.kernels.triton.compile_all import unit_key
@@ -81,11 +82,8 @@ def compile_ahead(
             while (unit := next_unit()) is not None:
                 count.add(_asked(process, unit, form))
 
-    threads = [threading.Thread(target=work) for _ in range(min(workers, len(units)))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    number = min(workers, len(units))
+    in_threads([work] * number, number)
     return count.kept
 
 

@@ -15,10 +15,11 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import triton
@@ -103,10 +104,16 @@ def _in_processes(jobs: Sequence[Job], workers: int) -> Iterator[tuple[Job, Outc
     pool = ProcessPoolExecutor(
         workers, mp_context=spawn, initializer=_in_silence, initargs=(until,)
     )
+    futures: dict[Future[Outcome], Job] = {}
+    done: SimpleQueue[Future[Outcome]] = SimpleQueue()  # waiting for it takes no lock of theirs
     try:
         with interrupts_held():
-            futures: dict[Future[Outcome], Job] = {pool.submit(_compile, *job): job for job in jobs}
-        for future in as_completed(futures):
+            for job in jobs:
+                future = pool.submit(_compile, *job)
+                futures[future] = job
+                future.add_done_callback(done.put)
+        for _ in jobs:
+            future = done.get()
             yield futures[future], future.result()
     except BaseException:  # what is being compiled may take a minute more, and nobody wants it
         stop.close()
