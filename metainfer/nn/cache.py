@@ -70,10 +70,12 @@ class CacheStorage:
         No row of a ring is read before its sequence has written it; this leaves nothing of the
         sequence before in memory either.
         """
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         for kind, rows_ND in self._rings:
             blocks = rows_ND.view(-1, kind.rows_per_block, rows_ND.shape[1])
-            for slot in slots:
-                blocks[slot].zero_()
+            by_dtype.setdefault(rows_ND.dtype, []).extend(blocks[slot] for slot in slots)
+        for alike in by_dtype.values():
+            torch._foreach_zero_(alike)  # in one kernel
 
 
 def _columns(kind: CacheKind, formats: CacheFormats) -> list[tuple[int, torch.dtype]]:

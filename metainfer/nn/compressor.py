@@ -76,13 +76,12 @@ class Compressor:
     def prefill(
         self,
         state_PW: torch.Tensor,
-        phase_P: torch.Tensor,
         windows: PrefillWindows,
         cache: CacheStorage,
     ) -> None:
         """Take in the chunk of one sequence, whose state is overwritten, and write the entries that
         are complete."""
-        state_PW += self._bias_RW.index_select(0, phase_P)
+        self._add_bias(state_PW, windows.phase)
         ring_NW = cache.rows(self._ring, self._layer)
         if windows.num_closed:
             halo = ring_NW.index_select(0, windows.halo_rows)
@@ -92,3 +91,17 @@ class Compressor:
             )
             self._write(entries_ED, windows.entry_rows_E[windows.first_window :], cache)
         ring_NW.index_copy_(0, windows.ring_rows, state_PW[-len(windows.ring_rows) :])
+
+    def _add_bias(self, state_PW: torch.Tensor, phase: int) -> None:
+        """To rows that follow each other, the first at a place in its window: whole windows at
+        once, and what lies before and behind them."""
+        rows, ratio = len(state_PW), len(self._bias_RW)
+        before = min(-phase % ratio, rows)
+        behind = (rows - before) % ratio
+        if before:
+            state_PW[:before] += self._bias_RW[phase : phase + before]
+        if before + behind < rows:
+            whole_PW = state_PW[before : rows - behind]
+            whole_PW.unflatten(0, (-1, ratio)).add_(self._bias_RW)
+        if behind:
+            state_PW[rows - behind :] += self._bias_RW[:behind]

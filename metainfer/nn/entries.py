@@ -61,7 +61,7 @@ class Entries:
         attends to, or None where there are none (as `attention.sparse_decode` wants them)."""
         assert step.decode is not None
         windows = step.decode.windows[self._ratio]
-        phase_T = step.phase_T[self._ratio][: step.decode.num_rows]
+        phase_T = step.phase_T[self._ratio]
         for compressor, state_TW in zip(self._compressors, states, strict=False):
             compressor.decode(state_TW, phase_T, windows, cache)
         if self.indexer is None:
@@ -79,10 +79,9 @@ class Entries:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Take in the chunk of one sequence; returns its rows of Kind.ENTRIES and what of them each
         row that attends attends to (as `attention.sparse_prefill` wants them)."""
-        rows = part.rows
-        windows, phase_T = part.windows[self._ratio], step.phase_T[self._ratio]
+        windows = part.windows[self._ratio]
         for compressor, state_TW in zip(self._compressors, states, strict=False):
-            compressor.prefill(state_TW[rows], phase_T[rows], windows, cache)
+            compressor.prefill(state_TW[part.rows], windows, cache)
         if self.indexer is None or part.attending.start == part.attending.stop:
             return windows.entry_rows_E, None
         selected_PK = self.indexer.prefill(

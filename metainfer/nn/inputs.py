@@ -10,8 +10,25 @@ streams are wanted, R rows with logits, N slots.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
+
+Numbers: TypeAlias = npt.NDArray[np.int64]
+
+
+def sent(numbers: Numbers, device: torch.device) -> torch.Tensor:
+    """On `device`, by a copy for which nothing waits."""
+    return on_host(numbers, device).to(device, non_blocking=True)
+
+
+def on_host(numbers: Numbers, device: torch.device) -> torch.Tensor:
+    """In memory from which copies to `device` do not wait. What is freed before it was copied is
+    kept until then (by torch's allocator of pinned memory)."""
+    values = torch.from_numpy(numbers)
+    return values.pin_memory() if device.type == "cuda" else values
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +41,8 @@ class StepInputs:
         sequence_T: int64, index into the B sequences.
         row_starts: B + 1 host integers; sequence b owns rows [row_starts[b], row_starts[b + 1]).
         computed: B host integers, tokens of each sequence in the cache before this step.
-        state_slots_B: int64, block of the SEQUENCE-scope kinds that each sequence owns.
+        slots: B host integers, block of the SEQUENCE-scope kinds that each sequence owns.
+        state_slots_B: int64, the same.
         block_table_BM: int64, blocks of the TOKENS-scope kinds, -1 where there is none.
         num_decode_sequences: the first so many sequences are short: their rows are written into
             the rings first and then attend to the rings (at most 1 + draft rows each).
@@ -39,6 +57,7 @@ class StepInputs:
     sequence_T: torch.Tensor
     row_starts: tuple[int, ...]
     computed: tuple[int, ...]
+    slots: tuple[int, ...]
     state_slots_B: torch.Tensor
     block_table_BM: torch.Tensor
     num_decode_sequences: int

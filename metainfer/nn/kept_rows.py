@@ -70,8 +70,10 @@ class DenseLatents:
         seen = []
         for part in step.prefills:
             chunk_PD = latent_TD[part.rows]
-            halo = ring_ND.index_select(0, part.halo_rows)
-            seen.append(torch.cat([halo, chunk_PD]).to(self._dtype))
+            seen_ND = chunk_PD
+            if len(part.halo_rows):
+                seen_ND = torch.cat([ring_ND.index_select(0, part.halo_rows), chunk_PD])
+            seen.append(seen_ND.to(self._dtype))
             ring_ND.index_copy_(0, part.ring_rows, chunk_PD[-len(part.ring_rows) :])
         return seen
 
@@ -103,10 +105,13 @@ class CodedLatents:
     ) -> list[torch.Tensor]:
         ring = cache.rows(Kind.WINDOW, self._layer)
         # The end of a chunk overwrites what lies before it.
-        halos = [self._read(ring, part.halo_rows) for part in step.prefills]
+        halos = [
+            [self._read(ring, part.halo_rows)] if len(part.halo_rows) else []
+            for part in step.prefills
+        ]
         latent_TD = self._write(latent_TD, self._weight_D, rotation_TR2, ring, step.ring_rows_T)
         return [
-            torch.cat([halo, latent_TD[part.rows]])
+            torch.cat([*halo, latent_TD[part.rows]]) if halo else latent_TD[part.rows]
             for halo, part in zip(halos, step.prefills, strict=True)
         ]
 

@@ -17,6 +17,7 @@ import torch
 from metainfer.arch.cache_kinds import BLOCK_TOKENS, spans
 from metainfer.nn.builder import LayerBuilder
 from metainfer.nn.inputs import DecodeInputs, StepInputs
+from metainfer.nn.ring_rows import Chunk, Ring, RingRows, ring_rows
 from metainfer.nn.rotary import compressing_table, sliding_table
 from metainfer.ops.step import StepIndexCase, Windows
 
@@ -71,6 +72,7 @@ class PrefillWindows:
         halo_rows: compressor ring rows of the tokens between the first window that is needed and
             the chunk. Those of tokens before the sequence hold anything.
         ring_rows: where the last rows of the chunk go in the compressor ring.
+        phase: position % ratio of the first row.
         first_window: number of the first window that is open when the chunk starts.
         num_closed: windows that close in the chunk, from `first_window` on.
         used_rows: rows of [halo | chunk] that these windows (and the one before) take up.
@@ -80,6 +82,7 @@ class PrefillWindows:
 
     halo_rows: torch.Tensor
     ring_rows: torch.Tensor
+    phase: int
     first_window: int
     num_closed: int
     used_rows: int
@@ -98,7 +101,8 @@ class PrefillIndex:
         positions_P: of each row that attends.
         halo_rows: window ring rows of the positions before `start` that are visible.
         latent_rows_P: place of each row that attends in [halo | chunk].
-        ring_rows: where the last rows of the chunk go in the window ring.
+        ring_rows_P: window ring row of each row, -1 for those that do not stay.
+        ring_rows: those of the last rows, which do.
         windows: by ratio.
     """
 
@@ -108,6 +112,7 @@ class PrefillIndex:
     positions_P: torch.Tensor
     halo_rows: torch.Tensor
     latent_rows_P: torch.Tensor
+    ring_rows_P: torch.Tensor
     ring_rows: torch.Tensor
     windows: dict[int, PrefillWindows]
 
@@ -120,7 +125,7 @@ class StepIndex:
         with entries.
     ring_rows_T: int64, where each row's latent goes in the window ring; -1 for those of a chunk
         that later ones overwrite.
-    phase_T: by ratio: position % ratio of each row.
+    phase_T: by ratio: position % ratio of each decode row.
     decode: None where no sequence decodes.
     prefills: the other sequences.
     wanted_rows_W: int64, rows that attend and go on; None for all. All rows are written to the
@@ -178,16 +183,26 @@ class StepIndexer:
         positions_T = inputs.positions_T
         decoding = inputs.num_decode_sequences
         decode = self._decode(inputs, ends[:decoding]) if decoding else None
+        prefilling = range(decoding, inputs.num_sequences)
+        chunks = [
+            Chunk(inputs.slots[n], inputs.computed[n], ends[n], self._rings(inputs.computed[n]))
+            for n in prefilling
+        ]
+        of_rings = ring_rows(chunks, self._device)
         prefills = tuple(
-            self._prefill(inputs, sequence, ends[sequence])
-            for sequence in range(decoding, inputs.num_sequences)
+            self._prefill(inputs, sequence, ends[sequence], rows)
+            for sequence, rows in zip(prefilling, of_rings, strict=True)
         )
+        written = [] if decode is None else [decode.ring_rows_T]
+        written += [part.ring_rows_P for part in prefills]
+        decode_positions_T = positions_T[: inputs.num_decode_rows]
         return StepIndex(
             token_ids_T=inputs.token_ids_T,
             sliding_TR2=self._sliding.rows(positions_T, end),
             compressing_TR2=self._compressing.rows(positions_T, end),
-            ring_rows_T=_all_ring_rows(decode, prefills),
-            phase_T={ratio: positions_T % ratio for ratio in self._spans},
+            # Those of decode rows lie apart.
+            ring_rows_T=written[0] if decode is None and len(written) == 1 else torch.cat(written),
+            phase_T={ratio: decode_positions_T % ratio for ratio in self._spans if decoding},
             decode=decode,
             prefills=prefills,
         )
@@ -300,53 +315,63 @@ class StepIndexer:
             padding_T1=inputs.positions_T.unsqueeze(1) < 0 if inputs.may_pad else None,
         )
 
-    def _prefill(self, inputs: StepInputs, sequence: int, end: int) -> PrefillIndex:
+    def _rings(self, start: int) -> list[Ring]:
+        """Of a chunk from `start` on: that of the window, and by ratio those of compressors."""
+        return [
+            Ring(self._window_ring, self._halo_start(start)),
+            *(
+                Ring(span + self._draft_rows, start // ratio * ratio - (span - ratio))
+                for ratio, span in self._spans.items()
+            ),
+        ]
+
+    def _halo_start(self, start: int) -> int:
+        """The first position that the row at `start` sees."""
+        return max(0, start - self._window + 1)
+
+    def _prefill(
+        self, inputs: StepInputs, sequence: int, end: int, of_rings: list[RingRows]
+    ) -> PrefillIndex:
+        """`of_rings`: as `_rings` lists them."""
         rows = slice(inputs.row_starts[sequence], inputs.row_starts[sequence + 1])
-        start = inputs.computed[sequence]
-        slot_1 = inputs.state_slots_B[sequence : sequence + 1]
-        halo_start = max(0, start - self._window + 1)
+        window, *others = of_rings
+        halo_start = self._halo_start(inputs.computed[sequence])
         positions_P = inputs.positions_T[rows]
         return PrefillIndex(
             rows=rows,
             attending=rows,
             queries=rows,
             positions_P=positions_P,
-            halo_rows=self._ring_range(slot_1, halo_start, start, self._window_ring),
-            latent_rows_P=positions_P - halo_start,
-            ring_rows=self._ring_range(
-                slot_1, max(start, end - self._window_ring), end, self._window_ring
-            ),
+            halo_rows=window.halo,
+            latent_rows_P=positions_P - halo_start if halo_start else positions_P,
+            ring_rows_P=window.rows_P,
+            ring_rows=window.kept,
             windows={
-                ratio: self._prefill_windows(inputs, sequence, ratio, end) for ratio in self._spans
+                ratio: self._prefill_windows(inputs, sequence, ratio, end, rows)
+                for ratio, rows in zip(self._spans, others, strict=True)
             },
         )
 
     def _prefill_windows(
-        self, inputs: StepInputs, sequence: int, ratio: int, end: int
+        self, inputs: StepInputs, sequence: int, ratio: int, end: int, rows: RingRows
     ) -> PrefillWindows:
-        span = self._spans[ratio]
-        ring = span + self._draft_rows
-        start = inputs.computed[sequence]
-        slot_1 = inputs.state_slots_B[sequence : sequence + 1]
+        span, start = self._spans[ratio], inputs.computed[sequence]
         first_window = start // ratio
         num_closed = end // ratio - first_window
-        halo_start = first_window * ratio - (span - ratio)
-        first_tokens_E = torch.arange(first_window, end // ratio, device=self._device) * ratio
+        first_tokens_E = torch.arange(
+            first_window * ratio, end // ratio * ratio, ratio, device=self._device
+        )
         table_1M = inputs.block_table_BM[sequence : sequence + 1]
         return PrefillWindows(
-            halo_rows=self._ring_range(slot_1, halo_start, start, ring),
-            ring_rows=self._ring_range(slot_1, max(start, end - ring), end, ring),
+            halo_rows=rows.halo,
+            ring_rows=rows.kept,
+            phase=start % ratio,
             first_window=first_window,
             num_closed=num_closed,
             used_rows=num_closed * ratio + span - ratio,
             rotation_ER2=self._compressing.rows(first_tokens_E, end),
             entry_rows_E=self._entry_rows(table_1M, ratio, end // ratio)[0, :-1],
         )
-
-    def _ring_range(self, slot_1: torch.Tensor, first: int, stop: int, ring: int) -> torch.Tensor:
-        """Ring rows of the positions first .. stop - 1; negative ones fall on rows of the slot
-        as well."""
-        return slot_1 * ring + torch.arange(first, stop, device=self._device) % ring
 
     def _entry_rows(self, table_BM: torch.Tensor, ratio: int, num_entries: int) -> torch.Tensor:
         """Cache rows of the entries 0 .. E - 1 of each block table, then a column of -1."""
@@ -361,12 +386,3 @@ def _ring_rows(slots_T1: torch.Tensor, positions_TW: torch.Tensor, ring: int) ->
     """Ring rows of the positions, -1 for negative ones."""
     rows_TW = slots_T1 * ring + positions_TW % ring
     return rows_TW.masked_fill_(positions_TW < 0, -1)
-
-
-def _all_ring_rows(decode: DecodeIndex | None, prefills: tuple[PrefillIndex, ...]) -> torch.Tensor:
-    """Window ring rows of all rows of a step, -1 for those that are not written."""
-    parts = [] if decode is None else [decode.ring_rows_T]
-    for part in prefills:
-        unwritten = part.rows.stop - part.rows.start - len(part.ring_rows)
-        parts.append(torch.nn.functional.pad(part.ring_rows, (unwritten, 0), value=-1))
-    return torch.cat(parts)

@@ -224,6 +224,7 @@ class Driver:
             sequence_T=torch.tensor(owner),
             row_starts=tuple(starts),
             computed=tuple(computed),
+            slots=tuple(sequence.slot for sequence, _ in parts),
             state_slots_B=torch.tensor([sequence.slot for sequence, _ in parts]),
             block_table_BM=torch.tensor(table),
             num_decode_sequences=decoding,

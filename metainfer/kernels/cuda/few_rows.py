@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,7 @@ class Arrangement:
     depth: int
 
 
+@cache
 def arrangement(
     groups: int, tiles: int, units: int, processors: int, depth: int = 3, place: int = 0
 ) -> Arrangement:
