@@ -70,10 +70,11 @@ class DenseLatents:
         seen = []
         for part in step.prefills:
             chunk_PD = latent_TD[part.rows]
-            seen_ND = chunk_PD
             if len(part.halo_rows):
-                seen_ND = torch.cat([ring_ND.index_select(0, part.halo_rows), chunk_PD])
-            seen.append(seen_ND.to(self._dtype))
+                halo = ring_ND.index_select(0, part.halo_rows)
+                seen.append(torch.cat([halo, chunk_PD]).to(self._dtype))
+            else:
+                seen.append(chunk_PD.contiguous().to(self._dtype))
             ring_ND.index_copy_(0, part.ring_rows, chunk_PD[-len(part.ring_rows) :])
         return seen
 
