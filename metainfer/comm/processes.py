@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import multiprocessing
+import pickle
 import signal
 import time
 import traceback
@@ -100,7 +101,7 @@ class _Running:
                 assert isinstance(connection, Connection)
                 rank = open_ends[connection]
                 try:
-                    kind, value = connection.recv()
+                    kind, value = pickle.loads(connection.recv_bytes())
                 except (EOFError, OSError):
                     del open_ends[connection]
                     self._ended(rank)
@@ -159,17 +160,22 @@ def _in_process(
 
     def report(value: Any) -> None:
         with suppress(BrokenPipeError):
-            connection.send(("report", value))
+            _send(connection, "report", value)
 
     try:
         result = body(world, rank, report, argument)
     except GroupError as error:
-        connection.send(("error", error))
+        _send(connection, "error", error)
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         what = f"rank {rank} failed with {type(error).__name__}: {error}"
         where = f" (line {last.lineno} of {last.filename})"
-        connection.send(("error", GroupError(what + where)))
+        _send(connection, "error", GroupError(what + where))
     else:
-        connection.send(("result", result))
+        _send(connection, "result", result)
     connection.close()
+
+
+def _send(connection: Connection, kind: str, value: Any) -> None:
+    """By value: what torch would share ends with this process."""
+    connection.send_bytes(pickle.dumps((kind, value)))

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import os
 import select
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from metainfer.comm.group import Aborted, RankLost, Stalled
+from metainfer.comm.group import Aborted, GroupError, RankLost, Stalled
 from metainfer.comm.shared_memory import Counters, SharedMemory
 
 OPERATIONS = (
@@ -32,6 +33,7 @@ RECORD_BYTES = _WORDS * _WORD_BYTES + _WHY_BYTES
 
 _SPIN_S = 0.002  # in which the processor is only offered to others
 _NAP_S = 0.0002
+_LEFT_S = 1.0  # in which what a rank did before it left comes to others
 _LOOK_S = 0.002  # between looks at how others are
 
 
@@ -126,11 +128,11 @@ class Watch:
     def _look(self, late: Callable[[], Sequence[int]], waited_s: float) -> None:
         self.check()
         names = list(late())
-        for rank in names:
-            if self._read(rank, _STATE) == _LEFT:
-                raise RankLost(
-                    f"rank {self.rank} is in {self._doing(self.rank)}, but rank {rank} has left"
-                )
+        left = [rank for rank in names if self._read(rank, _STATE) == _LEFT]
+        if left and waited_s > _LEFT_S:
+            raise RankLost(
+                f"rank {self.rank} is in {self._doing(self.rank)}, but rank {left[0]} has left"
+            )
         if waited_s > self.deadline_s:
             there = "; ".join(f"rank {rank} is in {self._doing(rank)}" for rank in names)
             raise Stalled(
@@ -147,6 +149,13 @@ class Watch:
             rank = self._processes[descriptor]
             if self._read(rank, _STATE) == _HERE:
                 raise self._lost(rank)
+
+    def elsewhere(self, ranks: Sequence[int]) -> list[int]:
+        """Those of other ranks that are not in what this one is in; all others if there is none."""
+        others = [rank for rank in ranks if rank != self.rank]
+        own = self._read(self.rank, _OPERATION), self._read(self.rank, _BYTES)
+        found = [r for r in others if (self._read(r, _OPERATION), self._read(r, _BYTES)) != own]
+        return found or others
 
     def _lost(self, rank: int) -> RankLost:
         return RankLost(
@@ -183,3 +192,29 @@ class Watch:
 
     def _write(self, word: int, number: int) -> None:
         self._words[self.rank * RECORD_BYTES // _WORD_BYTES + word] = number
+
+
+class Watchdog:
+    """A thread that looks how others are while this rank is busy, or waits where it cannot look."""
+
+    def __init__(
+        self, watch: Watch, on_failure: Callable[[GroupError], None], every_s: float = 0.05
+    ) -> None:
+        """`on_failure`: called once, in the thread, when a rank has ended or given up."""
+        self._watch, self._on_failure, self._every_s = watch, on_failure, every_s
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._ended.wait(self._every_s):
+            try:
+                self._watch.check()
+            except GroupError as error:
+                self._on_failure(error)
+                return
+
+    def end(self) -> None:
+        """Before the watch is left. Not to be called by `on_failure`."""
+        self._ended.set()
+        self._thread.join()

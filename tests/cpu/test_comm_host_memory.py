@@ -89,7 +89,7 @@ def test_every_algorithm_gives_the_bits_of_a_sum_in_order(size: int, dtype: torc
 
 def test_what_virtual_ranks_compute_is_what_processes_compute(world: World) -> None:
     found = run_processes(
-        world, rank_bodies.all_operations, None, longest_s=60, method="forkserver"
+        world, rank_bodies.all_operations, "host", longest_s=60, method="forkserver"
     )
     assert found == run_ranks(virtual_groups(3), rank_bodies.some_of_all)
 
@@ -239,7 +239,7 @@ def test_a_rank_is_killed_anywhere_and_all_others_end(world: World, seed: int) -
     told: dict[int, str] = {}
     with pytest.raises(RankLost, match=r"the process of rank \d ended with SIGKILL"):
         run_processes(
-            world, rank_bodies.killed_at_random, seed, longest_s=60, method="forkserver",
+            world, rank_bodies.killed_at_random, ("host", seed), longest_s=60, method="forkserver",
             on_report=told.__setitem__,
         )  # fmt: skip
     assert len(told) == 2

@@ -14,6 +14,7 @@ import torch
 
 from metainfer.comm.group import Group, GroupError
 from metainfer.comm.host_memory import HostMemoryGroup, join_host_memory
+from metainfer.comm.library import LibraryGroup, join_library
 from metainfer.comm.processes import Report
 from metainfer.comm.world import World
 
@@ -41,9 +42,29 @@ def some_of_all(group: Group) -> list[Any]:
     return [tensor.tolist() for tensor in found] + [group.gather(rank), group.broadcast(rank)]
 
 
-def all_operations(world: World, rank: int, report: Report, argument: Any) -> list[Any]:
-    group = join_host_memory(world, rank)
+def join(kind: str, world: World, rank: int) -> HostMemoryGroup | LibraryGroup:
+    return join_host_memory(world, rank) if kind == "host" else join_library(world, rank, kind)
+
+
+def all_operations(world: World, rank: int, report: Report, kind: str) -> list[Any]:
+    group = join(kind, world, rank)
     found = some_of_all(group)
+    group.close()
+    return found
+
+
+def large_sums(world: World, rank: int, report: Report, wire: str) -> torch.Tensor:
+    """Over gloo, of more bytes than are gathered whole, and of rows that cannot be divided."""
+    group = join_library(world, rank, "gloo", wire=wire)
+    found = group.all_reduce(numbers(rank, (701, 128), torch.bfloat16))
+    group.close()
+    return found
+
+
+def sums_of_the_library(world: World, rank: int, report: Report, argument: Any) -> list[Any]:
+    group = join_library(world, rank, "gloo", own_sums=False)
+    whole = torch.arange(6.0).view(6, 1) + rank
+    found = [group.all_reduce(whole.clone()).tolist(), group.reduce_scatter(whole).tolist()]
     group.close()
     return found
 
@@ -57,25 +78,28 @@ def fails(world: World, rank: int, report: Report, argument: Any) -> None:
 
 
 def is_late(world: World, rank: int, report: Report, argument: Any) -> None:
-    group = join_host_memory(world, rank)
+    group = join_library(world, rank, "gloo")
     if rank == 1:
-        time.sleep(30)
+        time.sleep(2)
     group.all_gather(torch.ones(4))
 
 
-def killed_at_random(world: World, rank: int, report: Report, seed: int) -> None:
+def killed_at_random(world: World, rank: int, report: Report, argument: tuple[str, int]) -> None:
     """Operations without end; one rank is killed before some line of the code of groups. Others
     report what they saw of it."""
+    kind, seed = argument
     chance = random.Random(seed)
     victim, lines = chance.randrange(world.size), int(10 ** chance.uniform(0.5, 4.0))
     if rank == victim:
         _die_after(lines)
-    group: HostMemoryGroup | None = None
+    group = None
     try:
-        group = join_host_memory(world, rank)
+        group = join(kind, world, rank)
         for _ in range(10_000):
             some_of_all(group)
-            group.all_reduce_by("ring", torch.ones(3000))
+            group.all_reduce(torch.ones(60_000))
+            if isinstance(group, HostMemoryGroup):
+                group.all_reduce_by("ring", torch.ones(3000))
     except GroupError as error:
         report(str(error))
     finally:
