@@ -19,7 +19,8 @@ Path = tuple[str, ...]
 _SPREAD = 0.15
 """Of the logarithm of one figure: sites differ by so much in one setting."""
 _FREEDOM = 0.35
-"""Of the logarithm of a constant about its start: a factor of two either way."""
+"""Of the logarithm of a constant about its start, which measurements of single operations give:
+those of one kind differ by a factor of 1.4 either way."""
 _FAR = 0.4
 """Residuals beyond count by their size and not by its square: a setting was taken for another."""
 _ROUNDS = 200

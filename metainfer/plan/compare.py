@@ -80,14 +80,16 @@ def compare(
     power_w: tuple[float, float] | None = None,
     price_per_hour: tuple[float, float] | None = None,
 ) -> Comparison:
-    """Each machine at its best. Raises UserError, with the machine's name, where one has no
-    layout."""
+    """Each machine at its best. Raises UserError, with the machine's name and a hint, where one has
+    no layout."""
     sides = []
     for place, (name, machine) in enumerate(machines):
         try:
             result = search(shape, machine, workload, ledger, objective, profile)
         except UserError as error:
-            raise UserError(f"{name}: {error.message}", hint=error.hint) from error
+            asked = f"`metainfer plan {shape.name} --machine {name}` asks of it alone"
+            hint = f"{error.hint}; {asked}" if error.hint else asked
+            raise UserError(f"{name}: {error.message}", hint=hint) from error
         sides.append(
             Side(
                 name,

@@ -83,7 +83,7 @@ class Case:
 @dataclass(frozen=True, slots=True)
 class Published:
     """A measurement. `assumed`: what its source leaves open. `beat`: of the system that metainfer
-    sets out to beat. `own`: of this engine."""
+    sets out to beat. `own`: of this engine. `off`: what is known of why a prediction is far off."""
 
     id: str
     case: Case
@@ -92,6 +92,7 @@ class Published:
     assumed: tuple[str, ...]
     beat: bool = False
     own: bool = False
+    off: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +144,7 @@ def _published(row: Mapping[str, Any]) -> Published:
     rest = dict(row)
     own = {name: rest.pop(name) for name in ("id", "published", "source", "assumed")}
     own["assumed"] = tuple(own["assumed"])
-    of = {name: rest.pop(name, False) for name in ("beat", "own")}
+    of = {name: rest.pop(name) for name in ("beat", "own", "off") if name in rest}
     return Published(**own, **of, case=_case(rest))
 
 

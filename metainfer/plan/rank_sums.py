@@ -24,7 +24,7 @@ from metainfer.plan.graphs import (
     row_sizes,
 )
 from metainfer.plan.kv_by_rank import StageCaches, blocks_of_rank, stage_caches
-from metainfer.plan.layouts import Formats, Layouts
+from metainfer.plan.layouts import Formats, Layout, Layouts
 from metainfer.plan.ledger import GPU_WORKSPACE_BYTES, INDEX_SCRATCH_BYTES
 from metainfer.plan.overheads import communication_bytes, context_bytes, host_limit, reserve_bytes
 from metainfer.plan.rank_lines import Line, RankLedger
@@ -125,6 +125,16 @@ class _Model:
         self.parts = parts
         self._weights: dict[tuple[Division, int, int], dict[str, int]] = {}
         self._caches: dict[tuple[str, str, int, int, int], StageCaches] = {}
+        self._widths: dict[tuple[int, int, int], StepWidths] = {}
+        ratios = [layer.ratio for layer in shape.side.choosers()]
+        self.scored_ratio = min(ratios, default=0)
+        """Of the layers whose indexer scores most entries; 0 where no layer has one."""
+
+    def widths(self, layout: Layout) -> StepWidths:
+        key = (layout.tensor, layout.expert, layout.expert_slices)
+        if key not in self._widths:
+            self._widths[key] = step_widths(self.shape, *key)
+        return self._widths[key]
 
     def weights(self, cut: Division, stages: int, stage: int) -> dict[str, int]:
         key = (cut, stages, stage)
@@ -208,12 +218,9 @@ class _Question:
         for name, size in caches.lines(blocks, demand.sequences).items():
             yield Line(name, size, growing if name in caches.block_bytes else fixed)
 
-    def _widths(self) -> StepWidths:
-        layout = self.layouts.prefill
-        return step_widths(self.shape, layout.tensor, layout.expert, layout.expert_slices)
-
     def _steps(self, stage: int) -> Iterator[Line]:
-        widths, layout = self._widths(), self.layouts.prefill
+        layout = self.layouts.prefill
+        widths = self.model.widths(layout)
         rows = self.formats.chunk_rows
         own = -(-rows // layout.context)
         # Experts see the rows of all context ranks, which are gathered for them.
@@ -224,7 +231,7 @@ class _Question:
         if stage == layout.pipeline - 1:
             logits = logits_bytes(self.shape.vocab_size, min(rows, self.decode_rows))
             yield Line("logits", logits, f"of {format_count(self.decode_rows)} sampled rows")
-        if self.shape.side.choosers():
+        if self.model.scored_ratio:
             why = f"scores of {self._entries():,} entries a row, in slices, and keys in order"
             yield Line("indexer scratch", self._index_scratch(own), why)
         rest = GPU_WORKSPACE_BYTES - INDEX_SCRATCH_BYTES
@@ -232,9 +239,8 @@ class _Question:
 
     def _entries(self) -> int:
         """Entries of the longest sequence that a row's indexer scores on one rank."""
-        ratio = min(layer.ratio for layer in self.shape.side.choosers())
         tokens = blocks_of_rank(self.demand.longest, self.layouts.decode.kv_shards) * BLOCK_TOKENS
-        return tokens // ratio
+        return tokens // self.model.scored_ratio
 
     def _index_scratch(self, rows: int) -> int:
         keys = self._entries() * self.shape.side.indexer.width
@@ -247,7 +253,7 @@ class _Question:
         caches = self.model.caches(self.formats, self.draft_rows, layout.pipeline, stage)
         tokens = blocks_of_rank(self.demand.longest, layout.kv_shards) * BLOCK_TOKENS
         lists = lists_bytes({layer.ratio for layer in side.layers}, self.decode_rows, tokens)
-        widths = step_widths(self.shape, layout.tensor, layout.expert, layout.expert_slices)
+        widths = self.model.widths(layout)
         rows = self.decode_rows
         step = stream_bytes(widths, rows, _SIZE)
         step += max(attention_bytes(widths, rows, _SIZE), experts_bytes(widths, rows, _SIZE))

@@ -37,7 +37,8 @@ from metainfer.plan.published import (
 )
 from metainfer.plan.workload import Workload
 
-_NEAR = 0.3
+NEAR = 0.3
+"""Errors up to it are near."""
 _STEP = 0.1
 """By which a constant is moved to see what depends on it."""
 
@@ -111,7 +112,7 @@ class Validation:
 
 def summary_of(errors: Iterable[float]) -> Summary:
     sizes = sorted(abs(error) for error in errors)
-    near = sum(size <= _NEAR for size in sizes)
+    near = sum(size <= NEAR for size in sizes)
     return Summary(len(sizes), mean(sizes), sizes[len(sizes) // 2], near)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 
 
 def touched(experts: int, selected: int, rows: float, parts: int = 1) -> float:
@@ -22,6 +23,7 @@ def touched(experts: int, selected: int, rows: float, parts: int = 1) -> float:
     return min(held, mean + largest_of(parts) * spread)
 
 
+@cache
 def largest_of(draws: int) -> float:
     """How far the largest of so many draws of a normal distribution lies above its mean, in
     standard deviations (exact for 1 and 2, within 2 % for up to 16)."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import permutations
 
 from metainfer.hardware.cards import card_of_gpu
@@ -100,6 +101,7 @@ class Links:
             self._cache[key] = self._slowest(flows) * max(1, ranks - 1)
         return self._cache[key]
 
+    @cached_property
     def host(self) -> float:
         """Bytes a second, one way, between host memory and each GPU, all at once: the slower way
         where all of several were recorded at once."""

@@ -167,11 +167,14 @@ class Phases:
     def _computed(self, share: Share) -> tuple[Item, ...]:
         known = self._work.get(share)
         if known is None:
-            found = []
+            sums: dict[tuple[str, str, str], float] = {}
             for part in step_work(self.shape, share):
                 seconds, rate = self.rates.seconds(part, prefill=not share.decode)
-                found.append(Item(part.group, seconds, rate.origin, f"{part.work}: {rate.why}"))
-            known = self._work[share] = tuple(found)
+                key = (part.group, rate.origin, f"{part.work}: {rate.why}")
+                sums[key] = sums.get(key, 0.0) + seconds
+            known = self._work[share] = tuple(
+                Item(group, seconds, *rest) for (group, *rest), seconds in sums.items()
+            )
         return known
 
     def _groups(self, layout: Layout) -> int:
@@ -283,9 +286,15 @@ class Phases:
         for size, count in self._entry_bytes(rows).items():
             yield self.transfers.exchange(ALL_GATHER, size, ranks, groups), count
 
-    def _overlaps(self, rows: int) -> Counter[float]:
-        """Bytes that the last rows of a block give to an entry of the next, in fp32 as compressors
-        add up, counted over the layers that a chunk goes through."""
+    def _overlaps(self, rows: int) -> dict[float, float]:
+        """Bytes that the last rows of a block give to an entry of the next, counted over the layers
+        that a chunk goes through."""
+        through = self._layers_in_full(rows) / self.shape.num_layers
+        return {size: count * through for size, count in self._overlapping.items()}
+
+    @cached_property
+    def _overlapping(self) -> Counter[float]:
+        """Of each layer, in fp32 as compressors add up."""
         side = self.shape.side
         found: Counter[float] = Counter()
         for layer in side.layers:
@@ -294,8 +303,7 @@ class Phases:
                 keys = layer.topk and layer.owns_queries and side.indexer.compresses_keys
                 width = 2 * (side.value_width + (side.indexer.width if keys else 0))
             found[4.0 * layer.ratio * width] += 1
-        through = self._layers_in_full(rows) / len(side.layers)
-        return Counter({size: count * through for size, count in found.items()})
+        return found
 
     def _gathered_context(self, layout: Layout, tokens: int) -> Iterable[tuple[Exchange, float]]:
         """Of sharded caches, all entries of tokens before a chunk that it sees, layer by layer."""

@@ -182,9 +182,9 @@ class Rates:
         # Weights of four bits multiply rows of e4m3, or as the profile says rows of bf16; the
         # nominal rate of e2m1 pairs is of both.
         products = {"fp4": "fp8", "fp4 in bf16": "bf16", "nvfp4": "fp4"}.get(operands, operands)
-        if not self.multiplies_fp8:
+        if not self.multiplies_fp8 or products not in self._nominal.flops_per_s:
             products = "bf16"
-        nominal = self._nominal.products(products)
+        nominal = self._nominal.flops_per_s[products]
         if work == "product bf16":
             share = max(self._efficiency["product"], 0.7)  # libraries do these well everywhere
         else:

@@ -77,7 +77,7 @@ class Transfers:
 
     def from_host(self) -> float:
         """Bytes a second that each GPU reads of host memory, all at once."""
-        return self._links.host() * self._constants.transfer("staged")
+        return self._links.host * self._constants.transfer("staged")
 
     def send(self, size: float, ranks: int, groups: int) -> Exchange:
         """From each stage of a pipeline to the next, all at once, as if over one link.
@@ -97,7 +97,7 @@ class Transfers:
         passed = self._passed_through_host(size, ranks)
         if passed is not None:
             return passed
-        rate = self._links.host() * transfer("staged") / 2
+        rate = self._links.host * transfer("staged") / 2
         return Exchange(size / rate + 60e-6, "host memory", INFERRED, _rate(rate))
 
     def _ways(self, operation: str, size: float, ranks: int, groups: int) -> list[Exchange]:
@@ -235,17 +235,18 @@ class Transfers:
         return Exchange(seconds, "ring of copies", origin, _rate(rate))
 
     def _staged(self, operation: str, size: float, ranks: int) -> Exchange:
-        """Out to pinned memory once, in from there what the others have; GPUs add."""
+        """Out to pinned memory, at most once, and in from there what the others have, which is no
+        less; GPUs add."""
         transfer = self._constants.transfer
         recorded = self._by_curves(STAGED, "host memory", operation, size, ranks, 1)
         if recorded:
             return recorded[0]
         _, share = _steps(operation, ranks)
-        passed = self._passed_through_host(max(1.0, share) * size, ranks)
+        passed = self._passed_through_host(share * size, ranks)
         if passed is not None:
             return passed
-        link = self._links.host() * transfer("staged")
-        busy = max(1.0, share) * size / link
+        link = self._links.host * transfer("staged")
+        busy = share * size / link
         crossing = (1.0 + 2.0 * share) * size * len(self._gpus)
         dram = crossing / self._links.dram()
         seconds = transfer("staged_us") * 1e-6 + max(busy, dram)

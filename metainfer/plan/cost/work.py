@@ -7,7 +7,9 @@ rows.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import Counter
+from dataclasses import fields, replace
+from operator import attrgetter
 from typing import Any
 
 from metainfer.arch.attention import AttentionLayer
@@ -61,22 +63,30 @@ def step_work(shape: ModelShape, share: Share) -> tuple[Part, ...]:
 
 
 Kind = tuple[AttentionLayer, bool, bool, bool]
-"""A layer without its number; whether it has experts, runs short, and writes entries for all rows
-though it runs short."""
+"""A layer that stands for all of its kind; whether it has experts, runs short, and writes entries
+for all rows though it runs short."""
+
+_does = attrgetter(*(one.name for one in fields(AttentionLayer) if one.name != "index"))
+"""What a layer is, without its number."""
 
 
 def _kinds_of_layer(shape: ModelShape, share: Share) -> list[tuple[Kind, int]]:
     """Layers that do the same, counted."""
-    counts: dict[Kind, int] = {}
+    counts: Counter[tuple[Any, bool, bool, bool]] = Counter()
+    one_of: dict[Any, AttentionLayer] = {}
     start = replays_from(shape) if share.replays else None
     window = shape.side.window * share.sequences
     trims = start is not None and not share.decode and share.rows > window
     for layer in shape.side.layers:
         short = trims and start is not None and layer.index >= start
         source = short and layer.index == start
-        kind = (replace(layer, index=0), layer.index >= shape.dense_layers, short, source)
-        counts[kind] = counts.get(kind, 0) + 1
-    return list(counts.items())
+        does = _does(layer)
+        one_of.setdefault(does, layer)
+        counts[does, layer.index >= shape.dense_layers, short, source] += 1
+    return [
+        ((one_of[does], experts, short, source), count)
+        for (does, experts, short, source), count in counts.items()
+    ]
 
 
 class _Counter:
