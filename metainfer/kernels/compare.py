@@ -222,9 +222,9 @@ def _same_choice(
 def _same_routes(
     case: Any, call: Call, actual: tuple[Any, ...], expected: tuple[Any, ...], tolerance: float
 ) -> Comparison:
-    """The same experts with the same weights, in any order."""
+    """The same experts with the same weights, in any order; -1 has none."""
     (ours, our_weights), (theirs, their_weights) = (
-        (ids.sort(-1).values, weights.gather(1, ids.argsort(-1)))
+        (ids.sort(-1).values, weights.masked_fill(ids < 0, 0.0).gather(1, ids.argsort(-1)))
         for ids, weights in (actual, expected)
     )
     if not torch.equal(ours, theirs):

@@ -184,6 +184,8 @@ ROUTE_HASH = Op(
     Arguments:
         x_TD: [T, D] in the case's dtype.
         token_ids_T: int64 [T].
+        padding_T1: bool [T, 1], rows that need no expert: their ids are -1, their weights anything;
+            None where all rows do.
 
     Returns:
         ids_TK: int64 [T, K].
@@ -210,6 +212,8 @@ ROUTE_LEARNED = Op(
 
     Arguments:
         x_TD: [T, D] in the case's dtype.
+        padding_T1: bool [T, 1], rows that need no expert: their ids are -1, their weights anything;
+            None where all rows do.
 
     Returns:
         ids_TK: int64 [T, K].

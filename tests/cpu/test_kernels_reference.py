@@ -162,7 +162,7 @@ def test_head(case: Any) -> None:
 @pytest.mark.parametrize("case", cases("moe.route_learned"), ids=str)
 def test_routes(case: Any) -> None:
     call = make("moe.route_learned", case, "7 rows")
-    (gate_ED, bias_E), (x_TD,) = call.weights, call.arguments
+    (gate_ED, bias_E), (x_TD, _) = call.weights, call.arguments
     ids_TK, weights_TK = reference("moe.route_learned", case, call)
     logits_TE = x_TD.double() @ gate_ED.double().T
     scores_TE = (1 + logits_TE.exp()).log().sqrt()
@@ -194,7 +194,7 @@ def kept_groups(case: Any, biased: list[float]) -> list[float]:
 @pytest.mark.parametrize("case", cases("moe.route_hash"), ids=str)
 def test_hash_routes_are_the_learned_ones_with_the_table_for_the_choice(case: Any) -> None:
     call = make("moe.route_hash", case, "7 rows")
-    (gate_ED, table_VK), (x_TD, token_ids_T) = call.weights, call.arguments
+    (gate_ED, table_VK), (x_TD, token_ids_T, _) = call.weights, call.arguments
     ids_TK, weights_TK = reference("moe.route_hash", case, call)
     assert torch.equal(ids_TK, table_VK[token_ids_T])
     for row in range(len(x_TD)):

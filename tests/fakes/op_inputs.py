@@ -237,10 +237,12 @@ VARIANTS: Mapping[str, Mapping[str, Maker]] = {
     "moe.route_hash": {
         **_rows(moe.route_hash, 0, 1, 7),
         "bf16 gate": partial(moe.route_hash, rows=5, dtype="bfloat16"),
+        "padding": partial(moe.route_hash, rows=6, padded=True),
     },
     "moe.route_learned": {
         **_rows(moe.route_learned, 0, 1, 7),
         "bf16 gate": partial(moe.route_learned, rows=5, dtype="bfloat16"),
+        "padding": partial(moe.route_learned, rows=6, padded=True),
     },
     "moe.experts": {
         **_rows(moe.experts, 0, 1, 2, 5, 67),

@@ -14,6 +14,7 @@ from metainfer.kernels.cpu.tiles import row_tiles
 from metainfer.kernels.cpu.unpack import Fp4Weights, Fp8Weight, fp4_weights, fp8_weight
 from metainfer.kernels.reference.dequantise import to_float
 from metainfer.kernels.reference.dtypes import TORCH_DTYPES
+from metainfer.kernels.reference.moe import without_padding
 from metainfer.kernels.registry import Verdict, no
 from metainfer.ops.base import Target
 from metainfer.ops.moe import ExpertsCase, RouteCase, SwigluCase
@@ -40,17 +41,27 @@ def prepare_router(case: RouteCase, gate_ED: torch.Tensor, choice: torch.Tensor)
 
 
 def route_hash(
-    case: RouteCase, router: Router, x_TD: torch.Tensor, token_ids_T: torch.Tensor
+    case: RouteCase,
+    router: Router,
+    x_TD: torch.Tensor,
+    token_ids_T: torch.Tensor,
+    padding_T1: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _weigh(case, _scores(router, x_TD), router.choice.index_select(0, token_ids_T))
+    chosen_TK = router.choice.index_select(0, token_ids_T)
+    ids_TK, weights_TK = _weigh(case, _scores(router, x_TD), chosen_TK)
+    return without_padding(ids_TK, padding_T1), weights_TK
 
 
 def route_learned(
-    case: RouteCase, router: Router, x_TD: torch.Tensor
+    case: RouteCase,
+    router: Router,
+    x_TD: torch.Tensor,
+    padding_T1: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     scores_TE = _scores(router, x_TD)
     chosen = (scores_TE + router.choice).topk(case.selected, dim=-1, sorted=False)
-    return _weigh(case, scores_TE, chosen.indices)
+    ids_TK, weights_TK = _weigh(case, scores_TE, chosen.indices)
+    return without_padding(ids_TK, padding_T1), weights_TK
 
 
 def _scores(router: Router, x_TD: torch.Tensor) -> torch.Tensor:

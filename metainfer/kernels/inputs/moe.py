@@ -9,16 +9,26 @@ import torch
 from metainfer.kernels.inputs.base import Call, Draw, apart, ceil_div
 
 
-def route_learned(case: Any, draw: Draw, rows: int, dtype: str = "float32") -> Call:
+def route_learned(
+    case: Any, draw: Draw, rows: int, dtype: str = "float32", padded: bool = False
+) -> Call:
+    """
+    Args:
+        padded: some rows are padding.
+    """
     gate_ED = draw.normal(case.experts, case.width, dtype=dtype, scale=case.width**-0.5)
     x_TD = draw.normal(rows, case.width, dtype=case.dtype)
-    return Call((gate_ED, draw.normal(case.experts, scale=0.5)), (x_TD,))
+    padding = draw.integers(0, 2, rows, 1) > 0 if padded else None
+    return Call((gate_ED, draw.normal(case.experts, scale=0.5)), (x_TD, padding))
 
 
-def route_hash(case: Any, draw: Draw, rows: int, dtype: str = "float32") -> Call:
-    (gate_ED, _), (x_TD,) = (c := route_learned(case, draw, rows, dtype)).weights, c.arguments
+def route_hash(
+    case: Any, draw: Draw, rows: int, dtype: str = "float32", padded: bool = False
+) -> Call:
+    learned = route_learned(case, draw, rows, dtype, padded)
+    (gate_ED, _), (x_TD, padding) = learned.weights, learned.arguments
     table_VK = draw.distinct(50, case.selected, case.experts)
-    return Call((gate_ED, table_VK), (x_TD, draw.integers(0, 50, rows)))
+    return Call((gate_ED, table_VK), (x_TD, draw.integers(0, 50, rows), padding))
 
 
 def _expert_weight(

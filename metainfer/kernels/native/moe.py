@@ -16,6 +16,7 @@ from metainfer.kernels.native.backend import (
     small,
 )
 from metainfer.kernels.native.library import Library
+from metainfer.kernels.reference.moe import without_padding
 from metainfer.kernels.registry import Backend, Verdict, no
 from metainfer.ops.base import Target
 from metainfer.ops.moe import ExpertsCase, RouteCase, SwigluCase
@@ -27,19 +28,26 @@ def route_hash(
     router: Router,
     x_TD: torch.Tensor,
     token_ids_T: torch.Tensor,
+    padding_T1: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if len(x_TD) > FEW_ROWS or x_TD.stride(1) != 1 or not token_ids_T.is_contiguous():
-        return torch_moe.route_hash(case, router, x_TD, token_ids_T)
+        return torch_moe.route_hash(case, router, x_TD, token_ids_T, padding_T1)
     choice = None, router.choice.data_ptr(), token_ids_T.data_ptr()
-    return _route(library, case, router, x_TD, *choice)
+    ids_TK, weights_TK = _route(library, case, router, x_TD, *choice)
+    return without_padding(ids_TK, padding_T1), weights_TK
 
 
 def route_learned(
-    library: Library, case: RouteCase, router: Router, x_TD: torch.Tensor
+    library: Library,
+    case: RouteCase,
+    router: Router,
+    x_TD: torch.Tensor,
+    padding_T1: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if len(x_TD) > FEW_ROWS or x_TD.stride(1) != 1:
-        return torch_moe.route_learned(case, router, x_TD)
-    return _route(library, case, router, x_TD, router.choice.data_ptr(), None, None)
+        return torch_moe.route_learned(case, router, x_TD, padding_T1)
+    ids_TK, weights_TK = _route(library, case, router, x_TD, router.choice.data_ptr(), None, None)
+    return without_padding(ids_TK, padding_T1), weights_TK
 
 
 def _route(

@@ -22,19 +22,34 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 def route_hash(
-    case: RouteCase, weights: Tensors, x_TD: torch.Tensor, token_ids_T: torch.Tensor
+    case: RouteCase,
+    weights: Tensors,
+    x_TD: torch.Tensor,
+    token_ids_T: torch.Tensor,
+    padding_T1: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     gate_ED, table_VK = weights
-    return _weigh(case, _scores(case, gate_ED, x_TD), table_VK[token_ids_T])
+    ids_TK, weights_TK = _weigh(case, _scores(case, gate_ED, x_TD), table_VK[token_ids_T])
+    return without_padding(ids_TK, padding_T1), weights_TK
 
 
 def route_learned(
-    case: RouteCase, weights: Tensors, x_TD: torch.Tensor
+    case: RouteCase,
+    weights: Tensors,
+    x_TD: torch.Tensor,
+    padding_T1: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     gate_ED, bias_E = weights
     scores_TE = _scores(case, gate_ED, x_TD)
     biased_TE = _within_groups(case, scores_TE + bias_E)
-    return _weigh(case, scores_TE, biased_TE.topk(case.selected, dim=-1).indices)
+    chosen_TK = biased_TE.topk(case.selected, dim=-1).indices
+    ids_TK, weights_TK = _weigh(case, scores_TE, chosen_TK)
+    return without_padding(ids_TK, padding_T1), weights_TK
+
+
+def without_padding(ids_TK: torch.Tensor, padding_T1: torch.Tensor | None) -> torch.Tensor:
+    """-1 for rows of padding."""
+    return ids_TK if padding_T1 is None else ids_TK.masked_fill(padding_T1, -1)
 
 
 def _scores(case: RouteCase, gate_ED: torch.Tensor, x_TD: torch.Tensor) -> torch.Tensor:

@@ -7,14 +7,16 @@ part. Channels are split over programs where rows are few, and the second step a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import triton
 import triton.language as tl
 
-from metainfer.kernels.registry import Verdict, no
+from metainfer.kernels.registry import Variant, Verdict, no
 from metainfer.kernels.triton.backend import Declared, on_gpu
 from metainfer.kernels.triton.launch import Launcher, cdiv, next_power_of_2
 from metainfer.ops.base import Target
@@ -23,6 +25,7 @@ from metainfer.ops.moe import RouteCase
 _FEW_ROWS = 64
 _PROGRAMS = 128  # among which the channels of few rows are split
 _STEP = 128  # channels, of bf16
+_NARROW_SPLITS = 8
 
 
 class Gate(NamedTuple):
@@ -39,6 +42,8 @@ class Cut:
 
     Attributes:
         slice: channels of a part, a multiple of the step.
+        warps, stages: of programs that multiply.
+        choosing: warps of programs that choose.
     """
 
     rows: int
@@ -48,6 +53,10 @@ class Cut:
     slice: int
     warps: int
     stages: int
+    choosing: int
+
+
+CutFor: TypeAlias = Callable[[RouteCase, int], Cut]
 
 
 def cut_of(case: RouteCase, rows: int) -> Cut:
@@ -56,12 +65,25 @@ def cut_of(case: RouteCase, rows: int) -> Cut:
     experts = max(16, next_power_of_2(case.experts))
     if rows > _FEW_ROWS:
         slice_ = cdiv(case.width, step) * step
-        return Cut(64, min(128, experts), max(16, step // 2), 1, slice_, 4, 3)
+        return Cut(64, min(128, experts), max(16, step // 2), 1, slice_, 4, 3, 4)
     height, wide = max(16, next_power_of_2(rows)), min(64, experts)
     steps = cdiv(case.width, step)
     wanted = max(1, _PROGRAMS // cdiv(case.experts, wide))
     per_split = cdiv(steps, min(wanted, steps))
-    return Cut(height, wide, step, cdiv(steps, per_split), per_split * step, 4, 3)
+    splits = cdiv(steps, per_split)
+    return Cut(height, wide, step, splits, per_split * step, 4, 3, 8 if splits > 1 else 4)
+
+
+def narrow_cut_of(case: RouteCase, rows: int) -> Cut:
+    """Of few rows: few experts and many channels a program, so that fewer parts are to be added up,
+    and one warp that chooses, whose threads need not wait for each other."""
+    cut = cut_of(case, rows)
+    if rows > _FEW_ROWS:
+        return cut
+    steps = cdiv(case.width, cut.step)
+    per_split = cdiv(steps, min(_NARROW_SPLITS, steps))
+    splits = cdiv(steps, per_split)
+    return replace(cut, experts=16, splits=splits, slice=per_split * cut.step, stages=4, choosing=1)
 
 
 def gate_parts(case: RouteCase, gate_ED: torch.Tensor) -> torch.Tensor:
@@ -153,6 +175,7 @@ def route_choose(
     logits_ptr,
     choice_ptr,
     tokens_ptr,
+    padding_ptr,
     ids_ptr,
     weights_ptr,
     rows,
@@ -168,9 +191,14 @@ def route_choose(
     HASH: tl.constexpr,
     SIGMOID: tl.constexpr,
     NORMALISE: tl.constexpr,
+    GATHER: tl.constexpr,
     R: tl.constexpr,
 ):
-    """Adds the splits, scores, chooses by score and bias or by the table, and weighs."""
+    """Adds the splits, scores, chooses by score and bias or by the table, and weighs.
+
+    Args:
+        GATHER: scores of the chosen are taken at once, not one by one as they are chosen.
+    """
     r_R = tl.program_id(0) * R + tl.arange(0, R)
     e_E = tl.arange(0, EP)
     ok_R = r_R < rows
@@ -204,28 +232,48 @@ def route_choose(
             id_R = tl.argmax(biased, 1).to(tl.int64)
             chosen = e_E[None, :] == id_R[:, None]
             biased = tl.where(chosen, float("-inf"), biased)
-        weight_R = tl.sum(tl.where(chosen, scores, 0.0), 1)
         ids = tl.where(k_K == k, id_R[:, None], ids)
-        weights = tl.where(k_K == k, weight_R[:, None], weights)
+        if not GATHER:
+            weight_R = tl.sum(tl.where(chosen, scores, 0.0), 1)
+            weights = tl.where(k_K == k, weight_R[:, None], weights)
+    if GATHER:
+        weights = tl.where(k_K < K, tl.gather(scores, ids.to(tl.int32), 1), 0.0)
     if NORMALISE:
         weights = weights / (tl.sum(weights, 1) + 1e-20)[:, None]
     to_RK = r_R.to(tl.int64)[:, None] * K + k_K
     listed = ok_R[:, None] & (k_K < K)
+    if padding_ptr is not None:
+        is_padding_R = tl.load(padding_ptr + r_R, ok_R, 0) != 0
+        ids = tl.where(is_padding_R[:, None], -1, ids)
     tl.store(ids_ptr + to_RK, ids, listed)
     tl.store(weights_ptr + to_RK, weights * factor, listed)
 
 
 def route_learned(
-    launch: Launcher, case: RouteCase, gate: Gate, x_TD: torch.Tensor, cut: Cut | None = None
+    launch: Launcher,
+    case: RouteCase,
+    gate: Gate,
+    x_TD: torch.Tensor,
+    padding_T1: torch.Tensor | None = None,
+    cut: Cut | None = None,
+    cut_for: CutFor = cut_of,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`cut` for experiments."""
-    return _route(launch, case, gate, x_TD, None, cut)
+    cut = cut or cut_for(case, len(x_TD))
+    return _route(launch, case, gate, x_TD, None, padding_T1, cut)
 
 
 def route_hash(
-    launch: Launcher, case: RouteCase, gate: Gate, x_TD: torch.Tensor, token_ids_T: torch.Tensor
+    launch: Launcher,
+    case: RouteCase,
+    gate: Gate,
+    x_TD: torch.Tensor,
+    token_ids_T: torch.Tensor,
+    padding_T1: torch.Tensor | None = None,
+    cut_for: CutFor = cut_of,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _route(launch, case, gate, x_TD, token_ids_T)
+    cut = cut_for(case, len(x_TD))
+    return _route(launch, case, gate, x_TD, token_ids_T, padding_T1, cut)
 
 
 def _route(
@@ -234,9 +282,10 @@ def _route(
     gate: Gate,
     x_TD: torch.Tensor,
     token_ids_T: torch.Tensor | None,
-    cut: Cut | None = None,
+    padding_T1: torch.Tensor | None,
+    cut: Cut,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    rows, cut = len(x_TD), cut or cut_of(case, len(x_TD))
+    rows = len(x_TD)
     padded = max(16, next_power_of_2(case.experts))
     logits = x_TD.new_empty(cut.splits, rows, padded, dtype=torch.float32)
     launch(
@@ -268,11 +317,12 @@ def _route(
         logits,
         gate.choice,
         token_ids_T,
+        padding_T1,
         ids_TK,
         weights_TK,
         rows,
         float(case.scale),
-        num_warps=8 if cut.splits > 1 else 4,
+        num_warps=cut.choosing,
         E=case.experts,
         EP=padded,
         K=case.selected,
@@ -284,6 +334,7 @@ def _route(
         HASH=token_ids_T is not None,
         SIGMOID=case.score == "sigmoid",
         NORMALISE=case.normalise,
+        GATHER=cut.choosing == 1,
         R=together,
     )
     return ids_TK, weights_TK
@@ -296,7 +347,17 @@ def eligible(case: RouteCase, target: Target) -> Verdict:
     return on_gpu(case, target)
 
 
+def _narrow(run: Callable[..., Any]) -> dict[str, Variant]:
+    return {"narrow": Variant(partial(_at, run), _FEW_ROWS)}
+
+
+def _at(run: Callable[..., Any], *arguments: Any) -> Any:
+    return run(*arguments, cut_for=narrow_cut_of)
+
+
 BACKENDS = (
-    Declared("moe.route_hash", route_hash, eligible, prepare),
-    Declared("moe.route_learned", route_learned, eligible, prepare),
+    Declared("moe.route_hash", route_hash, eligible, prepare, variants=_narrow(route_hash)),
+    Declared(
+        "moe.route_learned", route_learned, eligible, prepare, variants=_narrow(route_learned)
+    ),
 )
