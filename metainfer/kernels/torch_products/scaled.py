@@ -28,11 +28,26 @@ _PADDED = 4  # rows of codes, and columns of blocks, are padded to a multiple
 _HOPPER = (9, 0)
 
 
+class Operands:
+    """A weight as cuBLAS takes it, made once: six views take the host as long as a small product
+    runs. They have no memory of their own, so this is no tuple, whose tensors are counted.
+
+    Attributes:
+        parts: of each group (codes e4m3 [I, O], scales fp32 [I / 128 padded, O / 128]).
+    """
+
+    def __init__(self, codes_OI: torch.Tensor, scales_BB: torch.Tensor, groups: int) -> None:
+        codes = codes_OI.view(torch.float8_e4m3fn).chunk(groups)
+        scales = scales_BB.chunk(groups)
+        self.parts = [(own.T, kept.T) for own, kept in zip(codes, scales, strict=True)]
+
+
 class Scaled(NamedTuple):
     """A weight for Triton's kernels, and fp32 scales [O / 128, I / 128 padded] for cuBLAS."""
 
     weight: Weight
     scales_BB: torch.Tensor
+    operands: Operands
 
 
 def prepare(
@@ -41,7 +56,9 @@ def prepare(
     weight = linear.prepare_codes(case, codes_OI, scale_BB)
     scales_BB = scales_to_float(scale_BB)
     missing = -scales_BB.shape[1] % _PADDED
-    return Scaled(weight, torch.nn.functional.pad(scales_BB, (0, missing), value=1.0))
+    scales_BB = torch.nn.functional.pad(scales_BB, (0, missing), value=1.0)
+    groups = case.groups if isinstance(case, GroupedFp8RowsCase) else 1
+    return Scaled(weight, scales_BB, Operands(weight.numbers_POI[0], scales_BB, groups))
 
 
 def fp8_rows(
@@ -53,9 +70,8 @@ def fp8_rows(
 ) -> torch.Tensor:
     if len(codes_TI) <= FEW_ROWS:
         return linear.fp8_rows(launch, case, weight.weight, codes_TI, scales_TG)
-    codes_TI, turned_GT = _padded(launch, codes_TI, scales_TG)
-    y_TO = _product(codes_TI, weight.weight.numbers_POI[0], turned_GT, weight.scales_BB)
-    return y_TO[: len(scales_TG)]
+    x = _padded(launch, codes_TI, scales_TG)
+    return _product(*x, *weight.operands.parts[0])[: len(scales_TG)]
 
 
 def grouped_fp8_rows(
@@ -68,21 +84,24 @@ def grouped_fp8_rows(
     rows = len(codes_TI)
     if rows <= FEW_ROWS:
         return linear.grouped_fp8_rows(launch, case, weight.weight, codes_TI, scales_TG)
-    codes_TI, turned_GT = _padded(launch, codes_TI, scales_TG)
-    parts = zip(
-        codes_TI.chunk(case.groups, 1),
-        weight.weight.numbers_POI[0].chunk(case.groups),
-        turned_GT.chunk(case.groups),
-        weight.scales_BB.chunk(case.groups),
-        strict=True,
-    )
-    return torch.cat([_product(*part)[:rows] for part in parts], dim=1)
+    codes_TI, scales_TG = _padded(launch, codes_TI, scales_TG)
+    products = [
+        _product(codes, scales, *part)[:rows]
+        for codes, scales, part in zip(
+            codes_TI.chunk(case.groups, 1),
+            scales_TG.chunk(case.groups, 1),
+            weight.operands.parts,
+            strict=True,
+        )
+    ]
+    return torch.cat(products, dim=1)
 
 
 def _padded(
     launch: Launcher, codes_TI: torch.Tensor, scales_TG: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes with rows of zeros up to a multiple of four, and their scales turned."""
+    """(codes as e4m3 with rows of zeros up to a multiple of four, their scales as fp32, those of
+    a group of channels side by side)."""
     padded = len(codes_TI) + -len(codes_TI) % _PADDED
     turned_GT = turned(launch, scales_TG, padded)
     if padded > len(codes_TI) or codes_TI.stride(1) != 1 or codes_TI.stride(0) % 16:
@@ -90,19 +109,19 @@ def _padded(
         longer_TI[: len(codes_TI)] = codes_TI
         longer_TI[len(codes_TI) :] = 0
         codes_TI = longer_TI
-    return codes_TI, turned_GT
+    return codes_TI.view(torch.float8_e4m3fn), turned_GT.T
 
 
 def _product(
-    codes_TI: torch.Tensor, codes_OI: torch.Tensor, turned_GT: torch.Tensor, scales_BB: torch.Tensor
+    codes_TI: torch.Tensor, scales_TG: torch.Tensor, codes_IO: torch.Tensor, scales_BB: torch.Tensor
 ) -> torch.Tensor:
     """bf16 [T, O]."""
     return scaled_mm(
-        codes_TI.view(torch.float8_e4m3fn),
-        codes_OI.view(torch.float8_e4m3fn).T,
-        turned_GT.T,
+        codes_TI,
+        codes_IO,
+        scales_TG,
         ScalingType.BlockWise1x128,
-        scales_BB.T,
+        scales_BB,
         ScalingType.BlockWise128x128,
         output_dtype=torch.bfloat16,
     )
