@@ -10,7 +10,7 @@ from typing import Any
 from metainfer.bench.cards import CARDS, projected_s
 from metainfer.bench.ops import OpResult, floors
 from metainfer.bench.ops_settings import OpsLoad
-from metainfer.bench.record import provenance, table
+from metainfer.bench.record import prose, provenance, table
 from metainfer.core.units import format_seconds
 from metainfer.ops.floor import BOUND_TOLD, Rates, operands_of
 
@@ -108,11 +108,11 @@ def text_report(made: Mapping[str, Any]) -> str:
     """The record as one table per model and number of ranks."""
     if made["rates"] is None:
         return "the time did not reach the first operation"
-    lines = [f"measured first, here: {_rates_line(made['rates'])}"]
+    lines = [prose(f"measured first, here: {_rates_line(made['rates'])}")]
     portable = made["portable"]
     if portable:
-        lines.append(f"as {portable['side']}: {_rates_line(portable)}")
-    lines += [f"{name}: {why}" for name, why in made["peers_missing"].items()]
+        lines.append(prose(f"as {portable['side']}: {_rates_line(portable)}"))
+    lines += [prose(f"{name}: {why}") for name, why in made["peers_missing"].items()]
     for model, ranks in dict.fromkeys(
         (entry["model"], entry["tensor_parallel_size"]) for entry in made["operations"]
     ):
@@ -128,16 +128,20 @@ def text_report(made: Mapping[str, Any]) -> str:
 
 
 def _table(entries: Sequence[Mapping[str, Any]], code_for: str | None) -> str:
-    others = [name for name in _names(entries) if name not in (code_for, GENERIC)]
-    ours = [name for name in others if any(next(iter(e["sides"]), "") == name for e in entries)]
+    """Code of an older GPU, and cards that run it, in a table of their own."""
     header = ["operation", "rows", "floor", "by", "ours", "of floor", "runs on", "TFLOP/s", "TB/s"]
-    header += ["torch", *(["others"] if others != ours or len(ours) > 1 else [])]
+    header += ["torch"]
+    lines = [table(header, [_row(entry, header, code_for) for entry in entries])]
     if code_for:
-        header += [code_for, "of its floor", *(card.name for card in CARDS)]
-    rows = [_row(entry, header, code_for) for entry in entries]
-    lines = [table(header, rows)]
+        header = ["operation", "rows", "floor", code_for, "of its floor"]
+        header += [card.name for card in CARDS]
+        lines += ["", table(header, [_row(entry, header, code_for) for entry in entries])]
     for entry in entries:
-        lines += [f"  {_title(entry)}, {name}: {why}" for name, why in entry["missing"].items()]
+        if others := _others(entry, code_for):
+            lines.append(prose(f"{_title(entry)}, {entry['rows']:,} rows: {others}", "  "))
+        lines += [
+            prose(f"{_title(entry)}, {name}: {why}", "  ") for name, why in entry["missing"].items()
+        ]
     return "\n".join(lines)
 
 
@@ -151,20 +155,31 @@ def _passes(entries: Sequence[Mapping[str, Any]]) -> list[str]:
             if (entry["phase"], entry["rows"]) == (phase, rows):
                 floor_s += entry["times"] * entry["floor_s"]
                 ours_s += entry["times"] * next(iter(entry["sides"].values()))["median_s"]
-        lines.append(
+        spent = (
             f"a pass of {phase}, {rows:,} rows, spends {format_seconds(ours_s)} in what its layers"
             f" run of these; their floors are {format_seconds(floor_s)}"
         )
+        lines.append(prose(spent))
     return lines
 
 
-def _names(entries: Sequence[Mapping[str, Any]]) -> list[str]:
-    return list(dict.fromkeys(name for entry in entries for name in entry["sides"]))
+def _ours(entry: Mapping[str, Any], code_for: str | None) -> str | None:
+    return next((name for name in entry["sides"] if name not in (code_for, GENERIC)), None)
+
+
+def _others(entry: Mapping[str, Any], code_for: str | None) -> str:
+    """Sides that have no column."""
+    told = (_ours(entry, code_for), code_for, GENERIC)
+    return ", ".join(
+        f"{name} {format_us(side['median_s'])}"
+        for name, side in entry["sides"].items()
+        if name not in told
+    )
 
 
 def _row(entry: Mapping[str, Any], header: Sequence[str], code_for: str | None) -> list[str]:
     sides = entry["sides"]
-    ours = next((name for name in sides if name not in (code_for, GENERIC)), None)
+    ours = _ours(entry, code_for)
     cells = dict.fromkeys(header, "")
     cells |= {
         "operation": _title(entry),
@@ -178,22 +193,20 @@ def _row(entry: Mapping[str, Any], header: Sequence[str], code_for: str | None) 
             "ours": format_us(side["median_s"]),
             "of floor": f"{side['of_floor']:.0%}",
             "runs on": ours,
-            "TFLOP/s": f"{side['flops_per_s'] / 1e12:.3g}",
-            "TB/s": f"{side['bytes_per_s'] / 1e12:.3g}",
+            "TFLOP/s": _tera(side["flops_per_s"]),
+            "TB/s": _tera(side["bytes_per_s"]),
         }
     if GENERIC in sides:
         cells["torch"] = format_us(sides[GENERIC]["median_s"])
-    if "others" in cells:
-        cells["others"] = ", ".join(
-            f"{name} {format_us(side['median_s'])}"
-            for name, side in sides.items()
-            if name not in (ours, code_for, GENERIC)
-        )
     if code_for in sides:
         cells[str(code_for)] = format_us(sides[code_for]["median_s"])
         cells["of its floor"] = f"{entry['portable_of_floor']:.0%}"
         cells |= {name: format_us(seconds) for name, seconds in entry["projected_s"].items()}
-    return list(cells.values())
+    return [cells[name] for name in header]
+
+
+def _tera(per_s: float) -> str:
+    return "<0.001" if 0 < per_s < 1e9 else f"{per_s / 1e12:.3g}"
 
 
 def format_us(seconds: float) -> str:

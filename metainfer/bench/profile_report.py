@@ -11,7 +11,7 @@ from typing import Any
 from metainfer.bench.ops_report import format_us, short_case
 from metainfer.bench.profile import OpTime, Profile
 from metainfer.bench.profile_settings import ProfileLoad
-from metainfer.bench.record import provenance, table
+from metainfer.bench.record import prose, provenance, table
 from metainfer.core.units import format_count, format_seconds
 from metainfer.llm.engine import LoadedModel
 from metainfer.ops.catalogue import OPS
@@ -72,16 +72,17 @@ def _op_record(one: OpTime, rates: Rates) -> dict[str, Any]:
 
 
 def text_report(made: Mapping[str, Any]) -> str:
-    lines = [f"{made['model']}: {made['arch']['layers']} layers; {made['how']}"]
+    lines = [prose(f"{made['model']}: {made['arch']['layers']} layers; {made['how']}")]
     for step in made["steps"]:
         lines += ["", f"{title_of(step)}; times in us", _table(step)]
         outside_s = step["step_s"] - step["ops_s"]
-        lines.append(
+        summed = (
             f"operations {format_seconds(step['ops_s'])}, their floors"
             f" {format_seconds(step['floor_s'])}; the step as the host sees it"
             f" {format_seconds(step['step_s'])}"
             + (f", {format_seconds(outside_s)} of it between them" if outside_s > 0 else "")
         )
+        lines.append(prose(summed))
     return "\n".join(lines)
 
 

@@ -13,7 +13,7 @@ from metainfer.bench.paired_settings import A, B
 from metainfer.bench.quality_compare import divergence, plain, verdict
 from metainfer.bench.quality_data import QualityData
 from metainfer.bench.quality_settings import QualityLoad
-from metainfer.bench.record import provenance, table
+from metainfer.bench.record import prose, provenance, table
 from metainfer.bench.side_process import SideProcess, side_process
 from metainfer.bench.stages import Contestant
 
@@ -118,9 +118,7 @@ def text_report(made: Mapping[str, Any]) -> str:
         recall = (f"{needles[key]:.1%}" for key in ("recall_a", "recall_b"))
         rows.append([f"recall of {needles['count']} needles", *recall])
     equal, most = made["equal_leading_greedy_tokens"], made["load"]["answers"]
-    lines = [
-        table(["", A, B], rows),
-        "",
+    told = [
         f"A: {made['a']}",
         f"B: {made['b']}",
         f"{found['tokens']:,} tokens of {made['windows']} windows from {made['source']};"
@@ -128,4 +126,4 @@ def text_report(made: Mapping[str, Any]) -> str:
         f"greedy tokens after windows that agree, of {most}: {' '.join(map(str, equal))}",
         "passed" if judged["passed"] else "failed: " + "; ".join(judged["failed"]),
     ]
-    return "\n".join(lines)
+    return "\n".join([table(["", A, B], rows), "", *map(prose, told)])

@@ -8,13 +8,19 @@ import secrets
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from metainfer.core.errors import UserError
 from metainfer.hardware.probe import read_versions
+
+WIDTH = 100
+"""Columns of a page of text."""
+_GAP = "  "
 
 
 def provenance() -> dict[str, Any]:
@@ -87,19 +93,61 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns: the first one left, the others right."""
-    lines = [tuple(header), *map(tuple, rows)]
-    widths = [max(len(line[n]) for line in lines) for n in range(len(header))]
+    """Columns: the first one left, the others right. Where they take more than a page, the widest
+    ones are broken at blanks; where words alone do, columns stand closer."""
+    widths = _fitting([[line[n] for line in (header, *rows)] for n in range(len(header))])
+    gap = _GAP if sum(widths) + len(_GAP) * (len(widths) - 1) <= WIDTH else " "
+    rule = gap.join("-" * width for width in widths)
+    lines = [*_aligned(header, widths, gap), rule]
+    for row in rows:
+        lines += _aligned(row, widths, gap)
+    return "\n".join(lines)
 
-    def aligned(line: Sequence[str]) -> str:
+
+def prose(text: str, indent: str = "") -> str:
+    """Lines that fit a page, those behind the first indented; words stay whole."""
+    return textwrap.fill(
+        text,
+        WIDTH,
+        initial_indent=indent,
+        subsequent_indent=indent + "  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _fitting(columns: Sequence[Sequence[str]]) -> list[int]:
+    """Width of each column; less than that of its longest cell where a page is too narrow."""
+    widths = [max(map(len, cells)) for cells in columns]
+    least = [
+        max((len(word) for cell in cells for word in cell.split()), default=0) for cells in columns
+    ]
+    over = sum(widths) + len(_GAP) * (len(widths) - 1) - WIDTH
+    while over > 0:
+        widest = max(range(len(widths)), key=lambda n: (widths[n] > least[n], widths[n]))
+        if widths[widest] == least[widest]:
+            break  # words are longer than a page has room for
+        widths[widest] -= 1
+        over -= 1
+    return widths
+
+
+def _aligned(cells: Sequence[str], widths: Sequence[int], gap: str) -> list[str]:
+    """One row, as many lines as its longest cell takes."""
+    broken = [
+        [cell]
+        if len(cell) <= width
+        else textwrap.wrap(cell, width, break_long_words=False, break_on_hyphens=False)
+        for cell, width in zip(cells, widths, strict=True)
+    ]
+    lines = []
+    for parts in zip_longest(*broken, fillvalue=""):
         first, *others = (
-            cell.rjust(width) if n else cell.ljust(width)
-            for n, (cell, width) in enumerate(zip(line, widths, strict=True))
+            part.rjust(width) if n else part.ljust(width)
+            for n, (part, width) in enumerate(zip(parts, widths, strict=True))
         )
-        return "  ".join([first, *others]).rstrip()
-
-    rule = "  ".join("-" * width for width in widths)
-    return "\n".join([aligned(lines[0]), rule, *(aligned(line) for line in lines[1:])])
+        lines.append(gap.join([first, *others]).rstrip())
+    return lines
 
 
 def _git(root: Path, *arguments: str) -> str:

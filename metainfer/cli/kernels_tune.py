@@ -263,7 +263,7 @@ def _unplanned(model: str, on: Platform, machine: Machine) -> tuple[dict[str, st
 def _report(on: Platform, subject: _Subject, found: Sequence[Finding]) -> str:
     """What serve will bind for each operation, and what is never bound."""
     from metainfer.bench.ops_report import format_us, short_case
-    from metainfer.bench.record import table
+    from metainfer.bench.record import prose, table
     from metainfer.kernels.tune_record import Found, entry
     from metainfer.kernels.tuned import at_rows
 
@@ -294,7 +294,7 @@ def _report(on: Platform, subject: _Subject, found: Sequence[Finding]) -> str:
             )
             name = ""
     header = ["operation", "rows", "runs on", "us", "default", "us", "times as fast"]
-    return "\n".join([table(header, rows), *([""] if bad else []), *bad])
+    return "\n".join([table(header, rows), *([""] if bad else []), *map(prose, bad)])
 
 
 VERB = Verb(

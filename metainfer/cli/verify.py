@@ -236,7 +236,7 @@ def checks_for(
 def report(record: Mapping[str, Any]) -> str:
     """The record as a table, what failed once more below it."""
     from metainfer.bench.ops_report import format_us, short_case
-    from metainfer.bench.record import table
+    from metainfer.bench.record import prose, table
     from metainfer.kernels.verify_run import State
 
     rows = []
@@ -270,9 +270,7 @@ def report(record: Mapping[str, Any]) -> str:
         "of it",
     ]
     card = record["card"]
-    lines = [
-        table(header, rows),
-        "",
+    told = [
         *_failures(record["cases"]),
         f"{record['passed']} of {len(rows)} checks passed on {card['name']}"
         + (f" as {card['code_for']}" if card["code_for"] else "")
@@ -286,19 +284,20 @@ def report(record: Mapping[str, Any]) -> str:
             if record[name]
         ),
         *(f"partial: {reason}; serve does not count it as passed" for reason in record["partial"]),
-        _rates(record["rates"]) + f"sha256 {record['sha256']}",
+        *_rates(record["rates"]),
+        f"sha256 {record['sha256']}",
     ]
-    return "\n".join(lines)
+    return "\n".join([table(header, rows), "", *map(prose, told)])
 
 
-def _rates(rates: Mapping[str, Any] | None) -> str:
+def _rates(rates: Mapping[str, Any] | None) -> list[str]:
     if rates is None:
-        return ""
+        return []
     flops = ", ".join(f"{name} {rate / 1e12:.3g}" for name, rate in rates["flops_per_s"].items())
-    return (
+    return [
         f"launch {format_seconds(rates['launch_s'])}; copy {rates['bytes_per_s'] / 1e9:,.0f} GB/s;"
-        f" products {flops} TFLOP/s; "
-    )
+        f" products {flops} TFLOP/s"
+    ]
 
 
 def _failures(cases: Sequence[Mapping[str, Any]]) -> list[str]:

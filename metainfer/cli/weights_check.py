@@ -48,15 +48,18 @@ def run(terminal: Terminal, options: CheckOptions) -> int:
 
 
 def _verdict(report: CheckReport) -> str:
+    from metainfer.bench.record import prose
+
     total = (
         f"{format_count(report.num_tensors)} tensors, {format_bytes(report.num_bytes)},"
         f" {report.num_files} file(s)"
     )
     if report.ok:
         depth = "read and sound" if report.deep else "complete, of the right shapes and formats"
-        return f"\n{report.directory}: {total}: {depth}"
-    lines = [f"\n{report.directory}: {total}: {len(report.problems)} problem(s)"]
-    return "\n".join(lines + [f"  {problem.kind}: {problem.text}" for problem in report.problems])
+        return "\n" + prose(f"{report.directory}: {total}: {depth}")
+    lines = ["", prose(f"{report.directory}: {total}: {len(report.problems)} problem(s)")]
+    lines += [prose(f"{problem.kind}: {problem.text}", "  ") for problem in report.problems]
+    return "\n".join(lines)
 
 
 VERB = Verb(
