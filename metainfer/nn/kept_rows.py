@@ -53,6 +53,12 @@ class DenseLatents:
             dtype=build.dtype,
         )
         self._norm_rotate = build.kernel("rope.norm_rotate", case)
+        # Where launches count, a decode step norms, rotates and writes in one.
+        self._write = None
+        if build.rounding is not None:
+            widths = arch.head_dim, arch.rope_head_dim
+            write = CacheWriteCase(DENSE, *widths, "rms", eps=arch.rms_norm_eps, dtype=build.dtype)
+            self._write = build.kernel("cache.write", write)
 
     def __call__(
         self,
@@ -62,6 +68,11 @@ class DenseLatents:
         cache: CacheStorage,
     ) -> list[torch.Tensor]:
         ring_ND = cache.rows(Kind.WINDOW, self._layer)
+        if self._write is not None and not step.prefills:
+            assert step.decode is not None
+            rows_T = step.decode.ring_rows_T
+            self._write(latent_TD, self._weight_D, rotation_TR2, ring_ND, rows_T)
+            return []
         latent_T1D = self._norm_rotate(latent_TD.unsqueeze(1), self._weight_D, rotation_TR2)
         latent_TD = latent_T1D.squeeze(1).to(ring_ND.dtype)
         if step.decode is not None:

@@ -161,6 +161,9 @@ class _Listing:
         if kept == DENSE:
             latents = NormRotateCase(1, *widths, weighted=True, eps=eps, dtype=dtype)
             uses.add("rope.norm_rotate", latents)
+            if self._rounds_any:
+                write = CacheWriteCase(DENSE, *widths, "rms", eps=eps, dtype=dtype)
+                uses.add("cache.write", write, (DECODE,))
         else:
             uses.add("cache.write", CacheWriteCase(kept, *widths, "rms", eps=eps, dtype=dtype))
             uses.add("cache.read", CacheReadCase(kept, dtype), (PREFILL,))
