@@ -17,7 +17,7 @@ from metainfer.comm.process_group import ProcessGroup
 from metainfer.comm.shared_memory import Counters
 from metainfer.comm.watch import OPERATIONS, Watch
 from metainfer.comm.wire import wire_of
-from metainfer.comm.world import CHANNEL_PIECE_BYTES, CHANNEL_PIECES, World
+from metainfer.comm.world import CHANNEL_PIECE_BYTES, CHANNEL_PIECES, World, join
 from metainfer.core.errors import MetainferError
 
 _ROUND = 0  # counter of rounds begun
@@ -198,6 +198,19 @@ class HostMemoryGroup(ProcessGroup):
                 self._transport.take(sender, piece)
         return found
 
+    def meet(self) -> None:
+        """Until all members have come: a round without bytes."""
+        with self._during("other work", 0):
+            self._transport.post([])
+            for rank in range(self.size):
+                self._transport.fetch(rank, 0, 0)
+
+    def neighbour(self, size: int) -> torch.Tensor:
+        """uint8 [size], of the memory of the next rank as it lies there, for measuring."""
+        other = self.members[(self.rank + 1) % self.size]
+        begin = self._place.world.half_at(other, self._slot, 0)
+        return self._place.bytes[begin : begin + min(size, self._place.world.piece_bytes)]
+
     def part(self, ranks: Sequence[int]) -> HostMemoryGroup:
         rank = check_part(ranks, self)
         with self._during("part", 0):
@@ -218,17 +231,22 @@ class HostMemoryGroup(ProcessGroup):
 
 
 def join_host_memory(
-    world: World, rank: int, *, choose: Choose = by_size, wire: str = "plain"
+    world: World,
+    rank: int,
+    *,
+    watch: Watch | None = None,
+    choose: Choose = by_size,
+    wire: str = "plain",
 ) -> HostMemoryGroup:
     """The group of all ranks, once all are there. Raises GroupError.
 
     Args:
+        watch: of this rank, where it has joined already; None to join now.
         choose: names one of `algorithms.ALL_REDUCES` for an all-reduce.
         wire: of sums, one of `wire.WIRES`.
     """
-    watch = Watch(world.memory, rank, world.size, world.deadline_s)
+    watch = watch or join(world, rank)
     place = _Place(world)
-    watch.join()
     place.next_slot = 1
     return HostMemoryGroup(place, watch, range(world.size), rank, 0, choose, wire)
 

@@ -20,7 +20,7 @@ from metainfer.comm.group import GroupError, check_part, share_rows, sum_in_orde
 from metainfer.comm.process_group import ProcessGroup
 from metainfer.comm.watch import Watch, Watchdog
 from metainfer.comm.wire import Wire, wire_of
-from metainfer.comm.world import World
+from metainfer.comm.world import World, join
 from metainfer.core.errors import MetainferError
 
 GLOO, NCCL = "gloo", "nccl"
@@ -73,15 +73,21 @@ class LibraryGroup(ProcessGroup):
         return made[0]
 
     def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
+        return self.all_reduce_by(self._own_sums, partial, self._wire)
+
+    def all_reduce_by(
+        self, own_sums: bool, partial: torch.Tensor, wire: str = "plain"
+    ) -> torch.Tensor:
+        """As `join_library` says."""
+        form = wire_of(wire, partial)
         partial = partial.contiguous()
         with self._during("all_reduce", partial.nbytes):
-            if not self._own_sums:
+            if not own_sums:
                 self._wait(self._moves.allreduce([partial]))
                 return partial
-            wire = wire_of(self._wire, partial)
             if partial.nbytes <= _GATHERED_UP_TO_BYTES:
-                return self._sum_of_all(partial, wire)
-            return self._sum_of_parts(partial, wire)
+                return self._sum_of_all(partial, form)
+            return self._sum_of_parts(partial, form)
 
     def _sum_of_all(self, partial: torch.Tensor, wire: Wire) -> torch.Tensor:
         """Everybody gathers and sums all."""
@@ -242,20 +248,26 @@ class _Waited:
 
 
 def join_library(
-    world: World, rank: int, library: str, *, own_sums: bool = True, wire: str = "plain"
+    world: World,
+    rank: int,
+    library: str,
+    *,
+    watch: Watch | None = None,
+    own_sums: bool = True,
+    wire: str = "plain",
 ) -> LibraryGroup:
     """The group of all ranks, once all are there. Raises GroupError.
 
     Args:
         library: `GLOO`, or `NCCL` on the process's current GPU.
+        watch: of this rank, where it has joined already; None to join now.
         own_sums: sums are made here, in the order of ranks; else as the library makes them, which
             are the same on all ranks too.
         wire: of own sums, one of `wire.WIRES`.
     """
     if not dist.is_available():
         raise MetainferError("this torch has no torch.distributed")
-    watch = Watch(world.memory, rank, world.size, world.deadline_s)
-    watch.join()
+    watch = watch or join(world, rank)
     return LibraryGroup(world, watch, range(world.size), rank, library, library, own_sums, wire)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from metainfer.comm.group import DEADLINE_S
 from metainfer.comm.shared_memory import SharedMemory
-from metainfer.comm.watch import RECORD_BYTES, give_up
+from metainfer.comm.watch import RECORD_BYTES, Watch, give_up
 from metainfer.core.errors import MetainferError
 
 MOST_RANKS = 64
@@ -74,3 +74,10 @@ class World:
         with suppress(BufferError):  # a group of this process is still there
             self.memory.close()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def join(world: World, rank: int) -> Watch:
+    """Be there as `rank`, once all are. Raises GroupError."""
+    watch = Watch(world.memory, rank, world.size, world.deadline_s)
+    watch.join()
+    return watch

@@ -1,0 +1,197 @@
+"""Contests between ways, and routes that follow from them: one decision, with its reasons."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import pytest
+import torch
+
+from metainfer.comm.contest import (
+    Contender,
+    Point,
+    contenders_on_cpus,
+    contest,
+    floor_links,
+    measure_links,
+    rounded_up,
+)
+from metainfer.comm.foretold import foretold
+from metainfer.comm.group import Group, sum_in_order
+from metainfer.comm.host_memory import HostMemoryGroup, join_host_memory
+from metainfer.comm.router import (
+    DECODE,
+    PREFILL,
+    Rival,
+    RoutedGroup,
+    Router,
+    rivals_of,
+    route,
+    route_by_contest,
+)
+from metainfer.comm.virtual import run_ranks, virtual_groups
+from metainfer.comm.world import World
+from metainfer.core.errors import MetainferError
+from metainfer.hardware.curves import ALL_TO_ALL, COPY, LOAD, MEASURED_HERE, NCCL, RING, Curve
+
+T = TypeVar("T")
+SIZES = (1024, 2**14, 2**18)
+
+
+def _with_shared_memory(size: int, body: Callable[[HostMemoryGroup], T]) -> list[T]:
+    world = World(size, deadline_s=20.0, piece_bytes=2**16)
+    try:
+        return run_ranks(
+            virtual_groups(size), lambda group: body(join_host_memory(world, group.rank))
+        )
+    finally:
+        world.close()
+
+
+def test_a_contest_verifies_all_and_tells_all_ranks_the_same() -> None:
+    def body(group: HostMemoryGroup) -> list[Point]:
+        ways = contenders_on_cpus(group, None, ("plain", "int8", "fp8"))
+        return contest(group, ways, (1000,), 2, time.monotonic() + 30)
+
+    first, *others = _with_shared_memory(4, body)
+    assert all(points == first for points in others)
+    assert [(p.operation, p.name) for p in first if p.operation == "all_reduce"] == [
+        ("all_reduce", name)
+        for name in (
+            "one-shot", "two-shot", "ring", "two islands", "one-shot in int8", "two-shot in int8",
+            "one-shot in fp8", "two-shot in fp8",
+        )
+    ]  # fmt: skip
+    assert not [point for point in first if point.wrong]
+    assert all(len(point.seconds) == 2 and min(point.seconds) > 0 for point in first)
+    assert {point.bytes for point in first} == {1024}
+
+
+def test_a_way_that_brings_wrong_data_is_timed_no_more() -> None:
+    def body(group: Group) -> list[Point]:
+        def lies(tensor: torch.Tensor) -> torch.Tensor:
+            found = group.all_reduce(tensor)
+            found[0, 0] += 1 if group.rank == 1 else 0
+            return found
+
+        def differs(tensor: torch.Tensor) -> torch.Tensor:
+            found = group.all_reduce(tensor)
+            found[0, 0] += 0.5 * group.rank
+            return found
+
+        ways = [
+            Contender("lies", "all_reduce", lies),
+            Contender("differs", "all_reduce", differs, wire="int8"),
+            Contender("works", "all_reduce", group.all_reduce),
+        ]
+        return contest(group, ways, SIZES, 1, time.monotonic() + 30)
+
+    first, second = run_ranks(virtual_groups(2), body)
+    assert first == second
+    told = [(point.name, point.wrong) for point in first if point.wrong]
+    assert told == [
+        ("lies", "1 of 512 numbers of rank 1 are wrong"), ("differs", "ranks have different bits"),
+    ]  # fmt: skip
+    assert [point.bytes for point in first if point.seconds] == list(SIZES)
+    lies, differs, works = rivals_of(first, "all_reduce")
+    assert lies.why_not == "at 1.0 kB: 1 of 512 numbers of rank 1 are wrong"
+    assert works.bytes == SIZES
+    found = route("all_reduce", PREFILL, [lies, differs, works])
+    assert found.choose(7) == "works"
+    assert "not lies: at 1.0 kB: 1 of 512" in "\n".join(found.explain())
+
+
+def test_nothing_is_begun_behind_the_end() -> None:
+    def body(group: Group) -> list[Point]:
+        ways = [Contender("works", "all_reduce", group.all_reduce)]
+        return contest(group, ways, SIZES, 1, time.monotonic() - 1)
+
+    assert run_ranks(virtual_groups(2), body) == [[], []]
+
+
+def test_all_ranks_route_alike_and_routed_sums_are_sums() -> None:
+    def body(group: HostMemoryGroup) -> tuple[list[str], torch.Tensor, torch.Tensor]:
+        ways = contenders_on_cpus(group, None)
+        router = route_by_contest(group, ways, (1024, 2**16), time.monotonic() + 30, samples=1)
+        routed = RoutedGroup(group, ways, router)
+        own = torch.full((6, 128), 0.1 + group.rank)
+        return router.explain(), routed.all_reduce(own.clone()), routed.all_gather(own)
+
+    found = _with_shared_memory(3, body)
+    assert found[0][0] == found[1][0] == found[2][0]
+    assert len({line.split(",")[0] for line in found[0][0]}) == 8
+    parts = [torch.full((6, 128), 0.1 + rank) for rank in range(3)]
+    for _, total, gathered in found:
+        assert torch.equal(total, sum_in_order(parts))
+        assert torch.equal(gathered, torch.cat(parts))
+
+
+def test_steps_go_by_bytes_and_change_only_for_a_gain() -> None:
+    rivals = [
+        Rival("small", (1, 10, 100, 1000), (1.0, 2.0, 30.0, 400.0)),
+        Rival("large", (1, 10, 100, 1000), (5.0, 1.99, 20.0, 100.0)),
+        Rival("copies", (1, 10, 100, 1000), (0.1, 0.1, 0.1, 0.1), phases=(PREFILL,)),
+        Rival("library", (1, 10, 100, 1000), (0.2, 0.2, 0.2, 0.2), ordered=False),
+    ]
+    found = route("all_reduce", DECODE, rivals)
+    assert [(step.up_to, step.name) for step in found.steps] == [(10, "small"), (None, "large")]
+    assert [found.choose(size) for size in (0, 10, 11, 5000)] == [
+        "small", "small", "large", "large",
+    ]  # fmt: skip
+    text = "\n".join(found.explain())
+    assert "to 10 B: small (2.0 s, large 2.0 s)" in text
+    assert "not copies: cannot be taken in decode" in text
+    assert "not library: its sums depend on how the work is divided" in text
+    assert route("all_reduce", PREFILL, rivals).choose(1) == "copies"
+    assert route("all_reduce", DECODE, rivals, any_order=True).choose(1) == "library"
+
+
+def test_no_way_left_is_told_with_all_reasons() -> None:
+    rivals = [Rival("one", (), ()), Rival("two", (), (), why_not="wrong data")]
+    with pytest.raises(MetainferError, match=r"two: wrong data; one: was not measured"):
+        route("all_reduce", DECODE, rivals)
+    with pytest.raises(MetainferError, match="no route for send"):
+        Router([]).choose("send", 1, DECODE)
+
+
+def _curve(means: str, operation: str, gpus: tuple[int, ...], per_s: float) -> Curve:
+    sizes = (1024, 2**20)
+    seconds = tuple(1e-5 + size / per_s for size in sizes)
+    return Curve(means, operation, gpus, True, sizes, seconds, True, MEASURED_HERE)
+
+
+def test_a_machine_foretells_by_its_links() -> None:
+    four = (0, 1, 2, 3)
+    curves = [
+        _curve(LOAD, ALL_TO_ALL, four, 20e9),
+        _curve(COPY, ALL_TO_ALL, four, 50e9),
+        _curve(NCCL, "all_reduce", four, 5e9),
+        _curve(LOAD, RING, (0, 1), 30e9),
+    ]
+    sizes = (1024, 2**18)
+    found = {rival.name: rival for rival in foretold(curves, four, "all_reduce", sizes)}
+    assert list(found) == [
+        "NCCL", "one-shot by peer load", "two-shot by peer load", "one-shot by copy engine",
+        "two-shot by copy engine",
+    ]  # fmt: skip
+    assert found["two-shot by peer load"].seconds[1] == pytest.approx(
+        2 * (1e-5 + 0.75 * 2**18 / 20e9)
+    )
+    decode = route("all_reduce", DECODE, list(found.values()))
+    assert decode.choose(1024) == "one-shot by peer load"
+    assert "NCCL" in dict(decode.refused)
+    assert route("all_reduce", PREFILL, list(found.values())).choose(2**18).endswith("copy engine")
+    pair = foretold(curves, (0, 1), "all_gather", sizes)
+    assert [rival.name for rival in pair] == ["direct by peer load"]
+
+
+def test_floors_are_of_bytes_that_must_come_from_others() -> None:
+    assert floor_links("all_reduce", 1000, 4) == 1500
+    assert floor_links("all_gather", 1000, 4) == 3000
+    assert floor_links("reduce_scatter", 1000, 4) == 750
+    assert rounded_up(1, 3) == 768
+    links = _with_shared_memory(2, lambda group: measure_links(group, copied=2**14, samples=1))
+    assert links[0] == links[1]
+    assert links[0].floor_s("all_reduce", 2048, 2) > links[0].flag_s > 0
