@@ -12,7 +12,7 @@ from metainfer.cli.verb import Verb
 from metainfer.core.config import flag, flags_of
 from metainfer.core.errors import UserError
 from metainfer.plan.choices import NO_FLAGS, FormatFlags
-from metainfer.plan.workload import Workload, parse_workload
+from metainfer.plan.workload import Workload, parse_workload, workload_within
 from metainfer.shipped import SHIPPED_MODEL, model_dir
 
 if TYPE_CHECKING:
@@ -25,7 +25,10 @@ _OBJECTIVES = ("throughput", "ttft", "interactive")
 
 def parse_pair(text: str) -> tuple[float, float]:
     """ "600,4000": one number for each machine."""
-    numbers = tuple(float(part) for part in text.split(","))
+    try:
+        numbers = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        numbers = ()
     if len(numbers) != 2 or not all(number > 0 for number in numbers):
         raise UserError(f"'{text}' is not two numbers above 0, such as 4800,11000")
     return numbers[0], numbers[1]
@@ -48,8 +51,9 @@ class PlanOptions:
     )
     workload: Workload | None = flag(
         "--workload",
-        "What comes, such as input=8192,output=512,concurrency=8 (which is the default), with"
-        " rate=2.5 requests a second and context=32K tokens of the longest sequence if need be",
+        "What comes, such as input=8192,output=512,concurrency=8 (which is the default; less where"
+        " the model reads less), with rate=2.5 requests a second and context=32K tokens of the"
+        " longest sequence if need be",
         unit="parts",
         parse=parse_workload,
     )
@@ -116,14 +120,25 @@ class PlanOptions:
             if given
         ]
         if len(modes) > 1:
-            raise UserError(f"{modes[0]} and {modes[1]} do not go together")
+            raise UserError(
+                f"{modes[0]} and {modes[1]} do not go together", hint="ask for one, then the other"
+            )
         if self.compare and len(self.compare) != 2:
-            raise UserError(f"--compare takes two machines, not {len(self.compare)}")
+            raise UserError(
+                f"--compare takes two machines, not {len(self.compare)}",
+                hint="such as --compare rtx-6000d-x8 b300-x8; what else is given goes before it",
+            )
         if self.compare and self.machine is not None:
-            raise UserError("--compare names its machines itself: leave out --machine")
+            raise UserError(
+                "--compare names its machines itself: leave out --machine",
+                hint="such as --compare rtx-6000d-x8 b300-x8",
+            )
         for name, value in (("--power-w", self.power_w), ("--price-per-hour", self.price_per_hour)):
             if value is not None and not self.compare:
-                raise UserError(f"{name} is of --compare, which is not given")
+                raise UserError(
+                    f"{name} is of --compare, which is not given",
+                    hint=f"such as --compare rtx-6000d-x8 b300-x8 {name} 4800,14000",
+                )
 
 
 def run(terminal: Terminal, options: PlanOptions, formats: FormatFlags) -> int:
@@ -166,7 +181,7 @@ def _plan(options: PlanOptions, formats: FormatFlags) -> tuple[dict[str, Any], s
     result = search(
         shape,
         machine_of(options.machine),
-        options.workload or Workload(),
+        options.workload or workload_within(shape.side.max_model_len),
         ledgers,
         options.objective,
         options.engine,
@@ -175,7 +190,8 @@ def _plan(options: PlanOptions, formats: FormatFlags) -> tuple[dict[str, Any], s
     if options.emit is not None:
         emitted = emit(result, options.emit, model)
         return {**record(result), "emitted": asdict(emitted)}, emitted.text()
-    ahead = outlook(result, ledgers, formats, model)
+    known = (model_dir(model) / "config.json").is_file()
+    ahead = outlook(result, ledgers, formats, model if known else "DIRECTORY")
     told = explained(result, ahead) if options.explain else summary(result, ahead)
     return record(result, ahead), told
 
@@ -204,10 +220,11 @@ def _compare(options: PlanOptions) -> tuple[dict[str, Any], str]:
     from metainfer.plan.ledger_ranks import RankLedgers
 
     first, second = options.compare
+    shape = read_shape(options.model or SHIPPED_MODEL)
     found = compare(
-        read_shape(options.model or SHIPPED_MODEL),
+        shape,
         ((first, machine_of(first)), (second, machine_of(second))),
-        options.workload or Workload(),
+        options.workload or workload_within(shape.side.max_model_len),
         RankLedgers(),
         options.objective,
         options.engine,
@@ -238,7 +255,7 @@ def _advise(options: PlanOptions) -> tuple[dict[str, Any], str]:
         set_up,
         shape,
         machine_of(options.machine),
-        options.workload or Workload(),
+        options.workload or workload_within(shape.side.max_model_len),
         RankLedgers(),
         options.objective,
     )

@@ -18,12 +18,9 @@ from metainfer.plan.cost.constants import Constants, Profile, read_constants
 from metainfer.plan.cost.phases import TRANSFERS, Phases
 from metainfer.plan.cost.predict import Prediction, predict
 from metainfer.plan.layouts import Formats, Layout, Layouts
-from metainfer.plan.workload import Workload
+from metainfer.plan.workload import Workload, workload_within
 
 STOCK = "stock"
-_WORKLOAD = Workload()
-"""Prompts of 8,192 tokens, eight at once."""
-
 _SIZES = (1, 2, 4, 8, 16)
 
 
@@ -33,10 +30,7 @@ def gpus_of(machine: Machine) -> Sequence[Gpu]:
 
 def workload_of(shape: ModelShape) -> Workload:
     """What estimates are for: prompts of 8,192 tokens, or half of what the model reads."""
-    most = shape.side.max_model_len
-    if most >= _WORKLOAD.longest_context:
-        return _WORKLOAD
-    return Workload(max(1, most // 2), max(1, most // 4), _WORKLOAD.requests_at_once)
+    return workload_within(shape.side.max_model_len)
 
 
 def tensor_layouts(tensor: int, gpus: int) -> Layouts:

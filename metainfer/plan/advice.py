@@ -81,12 +81,13 @@ def advise(
     _require_gpus(set_up, machine)
     workload = _bounded(set_up, workload)
     now, problem, fits = _predicted(set_up, shape, machine, workload, profile, constants, ledger)
-    same = _best(shape, machine, workload, ledger, objective, _STOCK)
-    ours = _best(shape, machine, workload, ledger, objective, SELF)
+    asked = shape, machine, workload, ledger, objective
+    same, none = _best(*asked, _STOCK)
+    ours, _ = _best(*asked, SELF)
     start = None
     if same is not None and (now is None or _gain(now, same) >= _SMALL):
         start = emit(same, set_up.engine, set_up.model or shape.name, _most_requests(set_up))
-    notes = (*_notes(set_up, shape, same, machine), *_others(set_up, start))
+    notes = (*_notes(set_up, shape, none, machine), *_others(set_up, start))
     return Advice(set_up, workload, now, problem, fits, same, ours, start, notes)
 
 
@@ -163,21 +164,20 @@ def _best(
     ledger: Ledger,
     objective: str,
     profile: str,
-) -> Result | None:
+) -> tuple[Result | None, str]:
+    """And why there is none."""
     try:
-        return search(shape, machine, workload, ledger, objective, profile)
-    except UserError:
-        return None
+        return search(shape, machine, workload, ledger, objective, profile), ""
+    except UserError as error:
+        return None, f"{error.message} ({error.hint})" if error.hint else error.message
 
 
-def _notes(
-    set_up: SetUp, shape: ModelShape, same: Result | None, machine: Machine
-) -> Iterator[str]:
+def _notes(set_up: SetUp, shape: ModelShape, none: str, machine: Machine) -> Iterator[str]:
     drafted = _drafted(set_up, shape)
     if drafted:
         yield (
-            f"it drafts {tokens_text(drafted)} a step: predicted as if blocks of the checkpoint drafted"
-            f" and {ACCEPTED:.0%} of tokens held"
+            f"it drafts {tokens_text(drafted)} a step: predicted as if blocks of the checkpoint"
+            f" drafted and {ACCEPTED:.0%} of tokens held"
         )
     elif set_up.drafts != 0:
         yield (
@@ -190,8 +190,8 @@ def _notes(
         yield "it decodes without graphs: the host then starts every kernel of every step"
     if not set_up.tuned and set_up.layout.group > 2 and machine.nvlink is not True:
         yield "NCCL_MIN_NCHANNELS=8 raised large sums by 70 % on eight cards (rtx6kpro wiki)"
-    if same is None:
-        yield "no layout of this engine fits by the ledger"
+    if none:
+        yield f"no better layout of this engine: {none}"
 
 
 def _others(set_up: SetUp, start: Emitted | None) -> Iterator[str]:

@@ -17,6 +17,7 @@ from metainfer.arch.record import WeightFormat
 from metainfer.arch.shapes import ModelShape
 from metainfer.core.config import flag
 from metainfer.core.errors import UserError
+from metainfer.ops.attention import DENSE
 from metainfer.ops.cache_formats import CODED_KEYS, INDEX_DTYPES, INDEX_WORDS, LATENT_DTYPES, PLAIN
 from metainfer.ops.formats import FORMATS
 from metainfer.plan.kv_by_rank import row_formats
@@ -113,6 +114,7 @@ def choices_of(
     caches = [_plain(shape) if own else Caches()]
     caches += [Caches(one.latents, one.index_keys) for one in proofs if own]
     caches = _fixed(caches, flags)
+    _check_keys(shape.side, flags.index_cache_dtype)
     for one in caches:
         row_formats(shape.side, one.into(Formats()))  # raises for widths that have no such rows
     drafts: tuple[int, ...] = (0, *draft_counts(shape)) if engine in DRAFTING else (0,)
@@ -124,9 +126,24 @@ def choices_of(
 
 
 def _plain(shape: ModelShape) -> Caches:
-    """Without a proof: the format that a GPU computes in."""
+    """Without a proof: the format that a GPU computes in, of index keys where the model has them
+    so."""
     word = "float32" if shape.quantisation.linear is WeightFormat.F32 else "bfloat16"
-    return Caches(word, word)
+    return Caches(word, word if DENSE in shape.side.indexer.key_formats else CODED_KEYS)
+
+
+def _check_keys(side: AttentionSide, word: str | None) -> None:
+    """Raises UserError where index keys of the model have no such form."""
+    known = side.indexer.key_formats
+    has = [
+        *(PLAIN if DENSE in known else ()),
+        *(INDEX_WORDS[form] for form in known if form in INDEX_WORDS),
+    ]
+    if word is not None and side.choosers() and word not in has:
+        raise UserError(
+            f"--index-cache-dtype {word}: index keys of {side.name} have no such form",
+            hint=f"they have {', '.join(has)}",
+        )
 
 
 def _fixed(caches: Sequence[Caches], flags: FormatFlags) -> list[Caches]:

@@ -218,8 +218,8 @@ def _unsure(result: Result, best: Candidate, engine: str) -> Iterator[str]:
 def _lost_formats(result: Result, best: Candidate, engine: str) -> Iterator[str]:
     if engine != METAINFER and best.formats.draft and drafts_a_block(result.shape):
         yield (
-            f"drafting {tokens_text(best.formats.draft)} with the blocks that {result.shape.name} has for"
-            " it: how this engine is told so is not known here"
+            f"drafting {tokens_text(best.formats.draft)} with the blocks that {result.shape.name}"
+            " has for it: how this engine is told so is not known here"
         )
     elif engine == METAINFER and best.formats.draft:
         yield f"drafting {tokens_text(best.formats.draft)}, which this version does not do"

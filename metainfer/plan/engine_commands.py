@@ -317,7 +317,7 @@ def _optional(values: Mapping[str, str], part: str) -> int | None:
     except ValueError as error:
         raise UserError(
             f"the command gives '{text}' where a number must be",
-            hint=f"it stands for {_PARTS.get(part, part)}; auto leaves it to the engine",
+            hint=f"it stands for {_PARTS.get(part, part)}: give a whole number, such as 8",
         ) from error
     if number < 1:
         raise UserError(

@@ -64,7 +64,7 @@ def explained(one: Candidate, best: Candidate, objective: str) -> Candidate:
     if objective != INTERACTIVE:
         told.append(_largest_loss(one, best, "a prompt token", 1e6, "us", prefill=True))
     if objective != TTFT:
-        told.append(_largest_loss(one, best, "a decode step", 1e3, "ms", prefill=False))
+        told.append(_largest_loss(one, best, "each next token", 1e3, "ms", prefill=False))
     return replace(one, why="; ".join(filter(None, told)))
 
 
@@ -84,7 +84,8 @@ def _largest_loss(
     def times(candidate: Candidate) -> dict[str, float]:
         step = candidate.prediction.prefill if prefill else candidate.prediction.decode
         # Replicas work beside each other: what counts is the time per token of the machine.
-        share = scale / candidate.layouts.prefill.replicas if prefill else scale
+        beside = candidate.layouts.prefill.replicas
+        share = scale / (beside if prefill else tokens_a_step(candidate.formats.draft))
         return {group: seconds * share for group, seconds in step.by_group().items()}
 
     mine, other = times(one), times(best)
@@ -104,10 +105,11 @@ def notes_of(best: Candidate, workload: Workload) -> list[str]:
         notes.append(
             "GPUs of a group do not reach each other's memory: exchanges go through host memory"
         )
-    if best.formats.draft:
+    drafted = best.formats.draft
+    if drafted:
         notes.append(
-            f"drafting {tokens_text(best.formats.draft)} gives {tokens_a_step(best.formats.draft):.1f} a"
-            f" step if {ACCEPTED:.0%} of them hold, which is inferred and depends on the text"
+            f"drafting {tokens_text(drafted)} gives {tokens_a_step(drafted):.1f} a step if"
+            f" {ACCEPTED:.0%} of them hold, which is inferred and depends on the text"
         )
     load = best.prediction.load
     if load is not None and load > 1.0:

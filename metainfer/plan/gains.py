@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from metainfer.arch.record import LayerKind
 from metainfer.arch.shapes import ModelShape
@@ -20,6 +19,7 @@ from metainfer.plan.choices import (
     caches_text,
     smaller_caches,
 )
+from metainfer.plan.found import INTERACTIVE, THROUGHPUT, TTFT
 from metainfer.plan.layouts import RELEASED, Formats
 from metainfer.plan.ledger_ranks import RankLedgers
 from metainfer.plan.search import Result, search
@@ -28,6 +28,8 @@ from metainfer.plan.weights_by_rank import weight_parts
 
 _QUALITY = "metainfer bench quality"
 _LEAST_WINDOW = 1024
+_TOLD = 0.005
+"""Least change that is told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +68,29 @@ def outlook(result: Result, ledgers: RankLedgers, flags: FormatFlags, model: str
 
     Args:
         flags: what they fix is no choice any more.
-        model: as the user named it.
+        model: as `bench quality` is to be told.
     """
     gains = []
     for what, flag, proof, choices in _closed(result, flags, model):
         other = _searched(result, choices, ledgers)
+        if choices.caches == result.choices.caches and not _is_better(result, other):
+            continue  # caches of fewer bits hold longer contexts even so
         longest = 0 if other is None else _context(other, ledgers)
         command = proof.startswith(_QUALITY)
         gains.append(Gain(what, flag, proof, command, other, longest))
     return Outlook(_context(result, ledgers), tuple(gains))
+
+
+def _is_better(result: Result, other: Result | None) -> bool:
+    """By what was asked for."""
+    if other is None:
+        return False
+    mine, its = result.best.prediction, other.best.prediction
+    return {
+        THROUGHPUT: its.requests_per_s > mine.requests_per_s,
+        TTFT: its.ttft_s < mine.ttft_s,
+        INTERACTIVE: its.tpot_s < mine.tpot_s,
+    }[result.objective]
 
 
 def _context(result: Result, ledgers: RankLedgers) -> int:
@@ -148,12 +164,11 @@ def cache_proof_command(result: Result, caches: Caches, model: str) -> str:
         return f"no command proves it yet: {result.shape.name} is not served by this version"
     plain = result.choices.caches[0]
     held = plain.latents if plain.latents in PLAIN else "bfloat16"
-    named = model if (Path(model) / "config.json").is_file() else "DIRECTORY"
     ratios = [one.ratio for one in arch.layers if one.kind is LayerKind.COMPRESSED_SPARSE]
     # Windows in which not all entries are chosen, so that keys decide something.
     window = max(_LEAST_WINDOW, 2 * arch.index_topk * max(ratios, default=0))
     command = (
-        f"{_QUALITY} {named} --window-len {window}"
+        f"{_QUALITY} {model} --window-len {window}"
         f" --a tuned,--kv-cache-dtype={held}"
         f" --b tuned,--kv-cache-dtype={caches.latents},--index-cache-dtype={caches.index_keys}"
     )
@@ -175,17 +190,19 @@ def gain_text(result: Result, longest: int, gain: Gain) -> str:
     if gain.result is None:
         return "fits in no layout"
     mine, other = result.best.prediction, gain.result.best.prediction
-    parts = [f"{other.requests_per_s / mine.requests_per_s - 1:+.1%} requests/s"]
+    parts = []
     for label, before, after, form, unit in (
         ("input", mine.input_per_s, other.input_per_s, ",.0f", "tok/s"),
         ("TTFT", mine.ttft_s * 1e3, other.ttft_s * 1e3, ",.0f", "ms"),
         ("TPOT", mine.tpot_s * 1e3, other.tpot_s * 1e3, ".1f", "ms"),
     ):
-        told = format(before, form), format(after, form)
-        if told[0] != told[1]:
-            parts.append(f"{label} {told[1]} {unit} instead of {told[0]}")
+        if abs(after / before - 1) >= _TOLD:
+            parts.append(f"{label} {after:{form}} {unit} instead of {before:{form}}")
+    more = other.requests_per_s / mine.requests_per_s - 1
+    if parts or abs(more) >= 0.001:
+        parts.insert(0, f"{more:+.1%} requests/s")
     if gain.longest_context != longest:
         parts.append(f"contexts to {gain.longest_context:,} instead of {longest:,}")
     if gain.result.best.layouts != result.best.layouts:
         parts.append(f"as {gain.result.best.layouts.name}")
-    return ", ".join(parts)
+    return ", ".join(parts) or "nothing for this workload"

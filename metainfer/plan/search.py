@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from metainfer.arch.shapes import ModelShape
 from metainfer.core.errors import UserError
+from metainfer.core.units import format_bytes
 from metainfer.hardware.facts import Unknown
 from metainfer.hardware.known import machine_names
 from metainfer.hardware.machine import Machine
@@ -28,7 +29,9 @@ from metainfer.plan.found import (
     notes_of,
 )
 from metainfer.plan.layouts import RELEASED, Formats, Layouts
+from metainfer.plan.rank_sums import ENGRAM
 from metainfer.plan.speculation import speculated
+from metainfer.plan.weights_by_rank import weight_parts
 from metainfer.plan.workload import Workload
 
 CHUNKS = (2048, 4096, 8192, 16384)
@@ -129,7 +132,8 @@ def search(
     if workload.longest_context > shape.side.max_model_len:
         raise UserError(
             f"{shape.name} reads {shape.side.max_model_len:,} tokens at most; the workload has"
-            f" {workload.longest_context:,}"
+            f" {workload.longest_context:,}",
+            hint="give less with --workload, such as input=1024,output=128",
         )
     choices = choices or choices_of(shape, profile)
     rejected: list[Rejection] = []
@@ -162,7 +166,8 @@ def search(
                 tuple(rejected),
                 notes,
             )
-    raise UserError(_nothing_fits(shape, gpus, rejected), hint=_nearest(rejected))
+    hint = "; ".join(filter(None, (_nearest(rejected), _too_few(shape, form, machine))))
+    raise UserError(_nothing_fits(shape, gpus, rejected), hint=hint)
 
 
 def _known_phases(before: Result | None, kept: ModelShape) -> Phases | None:
@@ -324,16 +329,26 @@ def _key(objective: str, one: Candidate) -> tuple[float, ...]:
 
 def _nothing_fits(shape: ModelShape, gpus: int, rejected: Sequence[Rejection]) -> str:
     plural = "GPU" if gpus == 1 else "GPUs"
-    return (
-        f"no layout of {gpus} {plural} holds {shape.name} for this workload:"
-        f" {len(rejected)} were refused"
-    )
+    count = "1 was" if len(rejected) == 1 else f"{len(rejected)} were"
+    return f"no layout of {gpus} {plural} holds {shape.name} for this workload: {count} refused"
 
 
-def _nearest(rejected: Sequence[Rejection]) -> str | None:
+def _too_few(shape: ModelShape, form: Formats, machine: Machine) -> str:
+    """Where weights alone, in their smallest formats, are more than all GPUs hold."""
+    if isinstance(machine.gpus, Unknown):
+        return ""
+    parts = weight_parts(shape, form)
+    whole = sum(part.bytes for part in parts if part.group != ENGRAM)
+    each = min(gpu.memory_bytes for gpu in machine.gpus)
+    if whole < each * len(machine.gpus):
+        return ""
+    return f"weights of {format_bytes(whole)} take {-(-whole // each)} such GPUs and more"
+
+
+def _nearest(rejected: Sequence[Rejection]) -> str:
     """The layout that lacks least."""
     short = [one for one in rejected if one.missing_bytes] or list(rejected)
     if not short:
-        return None
+        return ""
     best = min(short, key=lambda one: one.missing_bytes)
     return f"nearest is {best.name}: {best.reason}"

@@ -15,7 +15,7 @@ from metainfer.plan.gains import Outlook, gain_text, where_to_prove
 from metainfer.plan.layouts import RELEASED
 from metainfer.plan.rank_lines import RankLedger, ledger_text
 from metainfer.plan.search import Result
-from metainfer.plan.speculation import tokens_text
+from metainfer.plan.speculation import tokens_a_step, tokens_text
 
 WIDTH = 100
 _SHOWN = 5
@@ -48,12 +48,19 @@ def explained(result: Result, ahead: Outlook | None = None) -> str:
     lines += _table_of_time(
         "a token of a prompt (on one replica)", best.prediction.prefill, 1e6, "us"
     )
-    lines += _table_of_time("a decode step", best.prediction.decode, 1e3, "ms")
+    lines += _table_of_time(_step(best), best.prediction.decode, 1e3, "ms")
     lines += _rests_on(best)
     lines += _memory(best)
     lines += _layouts(result.ranked)
     lines += _losers(result)
     return "\n".join(lines).rstrip()
+
+
+def _step(best: Candidate) -> str:
+    drafted = best.formats.draft
+    if not drafted:
+        return "a decode step"
+    return f"a decode step of {tokens_a_step(drafted):.1f} tokens, drafting included,"
 
 
 def _asked(result: Result) -> list[str]:
@@ -162,9 +169,10 @@ def _rests_on(best: Candidate) -> list[str]:
 
 
 def _layouts(ranked: Sequence[Candidate]) -> list[str]:
+    drafts = any(one.formats.draft for one in ranked[:_SHOWN])
     lines = [
         f"{'layout (prefill | decode)':<32}{'chunk':>7}{'input tok/s':>13}{'TTFT':>10}"
-        f"{'TPOT ms':>9}{'req/s':>8}{'memory':>11}"
+        f"{'TPOT ms':>9}{'req/s':>8}{'memory':>11}{'drafts' if drafts else '':>8}".rstrip()
     ]
     for one in ranked[:_SHOWN]:
         told = one.prediction
@@ -172,6 +180,7 @@ def _layouts(ranked: Sequence[Candidate]) -> list[str]:
             f"{one.layouts.name:<32}{one.formats.chunk_rows:>7}{told.input_per_s:>13,.0f}"
             f"{format_seconds(told.ttft_s):>10}{told.tpot_s * 1e3:>9.1f}"
             f"{told.requests_per_s:>8.3g}{format_bytes(one.ledger.total_bytes):>11}"
+            + (f"{one.formats.draft:>8}" if drafts else "")
         )
     return [*lines, "", *textwrap.wrap(_LEGEND, WIDTH), ""]
 

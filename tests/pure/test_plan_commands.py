@@ -90,8 +90,9 @@ def test_a_command_of_sglang() -> None:
     ],
 )
 def test_commands_that_are_none(command: str, sentence: str) -> None:
-    with pytest.raises(UserError, match=sentence):
+    with pytest.raises(UserError, match=sentence) as error:
         read_command(command)
+    assert error.value.hint
 
 
 @pytest.mark.parametrize("engine", [VLLM, SGLANG])
@@ -177,7 +178,8 @@ def test_what_an_engine_cannot_say_is_told(planned: Result) -> None:
     assert ours.commands[0].startswith("metainfer serve m --max-model-len 8704")
     alone = emit(with_layout(planned, Layout(replicas=8)), "metainfer", "m")
     assert len(alone.commands) == 8
-    assert alone.lost == ("drafting 3 tokens, which this version does not do",)
+    drafted = planned.best.formats.draft
+    assert alone.lost == (f"drafting {drafted} tokens, which this version does not do",)
 
 
 def test_advice_says_what_would_do_better() -> None:
@@ -197,6 +199,55 @@ def test_advice_says_what_would_do_better() -> None:
     assert many.code == 2 and "needs 8 GPUs (TP8) and has 4" in many.err
     other = metainfer(*asked, "vllm serve somebody/else")
     assert other.code == 2 and "give MODEL beside --from" in other.err
+
+
+def test_the_better_layout_comes_with_its_command() -> None:
+    """It reads again as the layout that was found better, for as many requests as before."""
+    command = "vllm serve org/DeepSeek-V4-Flash -tp 4 --max-num-seqs 32 --seed 3 --api-key hush"
+    asked = ("plan", "--machine", "rtx-pro-6000-x4", "--from", command)
+    told = json.loads(metainfer(*asked, "--json").out)
+    better, start = told["better"][0], told["start"]
+    reads = [read_command(one) for one in start["commands"]]
+    assert replace(reads[0].layout, replicas=len(reads)).name == better["layout"]
+    assert {read.drafts for read in reads} == {better["draft"]}
+    assert sum(read.requests or 0 for read in reads) == 32
+    assert {read.model for read in reads} == {"org/DeepSeek-V4-Flash"}
+    page = metainfer(*asked).out
+    assert "Start the better one of vllm with:" in page and "hush" not in page
+    assert "--seed, --api-key" in page  # they go on as they are
+
+
+def test_a_set_up_that_is_best_gets_no_other_command() -> None:
+    asked = ("plan", "--machine", "rtx-pro-6000-x2", "--json", "--from")
+    told = json.loads(metainfer(*asked, "vllm serve deepseek-v4-flash -tp 2").out)
+    told = json.loads(metainfer(*asked, told["start"]["commands"][0]).out)
+    assert told["start"] is None and abs(told["better"][0]["gain"]) < 0.03
+
+
+def test_what_is_drafted_is_predicted() -> None:
+    asked = ("plan", "--machine", "rtx-pro-6000-x4", "--json", "--from")
+    plain = "python -m sglang.launch_server --model-path deepseek-v4-flash --tp 4"
+    drafting = f"{plain} --speculative-algorithm EAGLE --speculative-num-steps 3"
+    one, other = (json.loads(metainfer(*asked, command).out) for command in (plain, drafting))
+    assert other["now"]["tpot_s"] < one["now"]["tpot_s"]
+    assert any("drafts 3 tokens a step" in note for note in other["notes"])
+    told = '{"method": "mtp", "num_speculative_tokens": 2}'
+    assert read_command(f"vllm serve m --speculative-config '{told}'").drafts == 2
+    assert read_command("vllm serve m --speculative-config nonsense").drafts is None
+    assert read_command("vllm serve m").drafts == 0
+
+
+def test_flags_that_an_engine_may_not_take_are_marked(planned: Result) -> None:
+    best = replace(planned.best, formats=replace(planned.best.formats, latents="bfloat16"))
+    told = emit(
+        with_layout(replace(planned, ranked=(best,)), Layout(tensor=4, kv_shards=2)), VLLM, "m"
+    )
+    assert any("--kv-cache-dtype bfloat16" in sentence for sentence in told.unsure)
+    assert any("--decode-context-parallel-size" in sentence for sentence in told.unsure)
+    lines = told.text().splitlines()
+    assert all(line.startswith("#") for line in lines if "not sure" in line)
+    assert max(map(len, lines)) <= 100
+    assert read_command(told.text()).layout == Layout(tensor=4, kv_shards=2)
 
 
 def test_two_machines_side_by_side() -> None:
@@ -228,7 +279,7 @@ def test_two_machines_side_by_side() -> None:
 )
 def test_mistakes_are_sentences(arguments: tuple[str, ...], sentence: str) -> None:
     ran = metainfer("plan", "deepseek-v4-flash", *arguments)
-    assert ran.code == 2 and sentence in ran.err
+    assert ran.code == 2 and sentence in ran.err and "hint:" in ran.err
 
 
 def test_this_version_says_that_it_serves_one_rank() -> None:
@@ -241,7 +292,7 @@ def test_this_version_says_that_it_serves_one_rank() -> None:
     assert not any("one rank" in note for note in stock["notes"])
 
 
-def test_keys_in_a_command_are_not_repeated():
+def test_keys_in_a_command_are_not_repeated() -> None:
     command = "HF_TOKEN=hush NCCL_DEBUG=INFO vllm serve M --api-key=hush --api-key hush --port 80"
     written = [said.written for said in read_command(command).said]
     assert not any("hush" in text for text in written)
