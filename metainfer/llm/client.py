@@ -30,6 +30,7 @@ class EngineStats:
     alive: bool
     kernels_compiled: int = 0  # while requests were served, which held them up
     decodes_without_graph: int = 0  # decode steps that should have had one
+    restarts: int = 0  # of ranks, after one was lost
 
 
 class EngineClient(Protocol):

@@ -62,6 +62,7 @@ class Engine:
         executor: runs the steps, in the engine thread alone.
         observed: values of `EngineStats` that are not the scheduler's, by name.
         cpus: that the engine's thread is bound to; none for all.
+        revive: as of `Loop`.
         on_close: called at the end, when nothing runs any more; may be called again.
         check_every_step: for tests: the scheduler's books are checked after every step.
 
@@ -80,6 +81,7 @@ class Engine:
         *,
         kernels: Sequence[Kernel] = (),
         observed: Callable[[], Mapping[str, Any]] = dict,
+        revive: Callable[[str], None] | None = None,
         on_close: Callable[[], None] = lambda: None,
         cpus: Sequence[int] = (),
         check_every_step: bool = False,
@@ -96,6 +98,7 @@ class Engine:
         self._loop = Loop(
             Scheduler(self.limits, Policies(pace=pace)),
             executor,
+            revive=revive,
             ahead=plan.async_scheduling.value == "on",
             check_every_step=check_every_step,
         )
@@ -149,12 +152,14 @@ class Engine:
             observed=lambda: {
                 "kernels_compiled": compilations.in_service,
                 "decodes_without_graph": runner.decodes_without_graph,
+                "restarts": 0 if loaded.ranks is None else loaded.ranks.restarts.count,
             },
+            revive=None if loaded.ranks is None else loaded.ranks.restarts,
             on_close=loaded.close,
             cpus=loaded.cpus,
             check_every_step=check_every_step,
         )
-        loaded.on_death(engine._loop.stop)
+        loaded.on_death(engine._loop.lose)
         return engine
 
     # ---- EngineClient ----
@@ -177,7 +182,7 @@ class Engine:
         """End after the current step; requests that are not done are aborted. May be called again,
         and from any thread."""
         self._loop.close()
-        self._thread.join()
+        self._thread.join()  # behind the step at hand
         self._on_close()
 
     def __enter__(self) -> Engine:

@@ -56,6 +56,9 @@ class Loop:
     """`run` is the body of the engine thread; the other methods may be called from any thread.
 
     Args:
+        revive: makes the executor fit again after a fatal error, of which it is told; raises where
+            that is hopeless. None: such an error is the end. Called in a thread of its own, while
+            requests that have not run yet wait.
         ahead: launch a step before the results of the one before are read.
         check_every_step: for tests: the scheduler's books are checked after every step.
     """
@@ -65,6 +68,7 @@ class Loop:
         scheduler: Scheduler,
         executor: Executor,
         *,
+        revive: Callable[[str], None] | None = None,
         ahead: bool = False,
         max_outbox_events: int = MAX_OUTBOX_EVENTS,
         check_every_step: bool = False,
@@ -74,6 +78,7 @@ class Loop:
         self._max_outbox_events = max_outbox_events
         self._check_every_step = check_every_step
         self._ahead = ahead
+        self._revive = revive
         self._flight: tuple[Step, Results, float] | None = None  # and when it was begun
         self._done_s = 0.0
         self._failures_in_a_row = 0
@@ -89,6 +94,8 @@ class Loop:
         self._closing = False
         self._closed = False
         self._death: str | None = None
+        self._lost: str | None = None  # why the executor is not fit
+        self._reviving = False
         self._stats = self._snapshot()
 
     # ---- from any thread ----
@@ -165,11 +172,11 @@ class Loop:
             self._closing = True
             self._work.notify()
 
-    def stop(self, why: str) -> None:
-        """End `run` with an error, since what it needs is gone: now, or behind the step at hand."""
-        if not self._closing and self._death is None:
-            self._die(why)
-            with self._work:
+    def lose(self, why: str) -> None:
+        """The executor is not fit any more, which a step would find out too."""
+        with self._lock:
+            if not self._reviving:
+                self._lost = self._lost or why
                 self._work.notify()
 
     # ---- the engine thread ----
@@ -179,7 +186,9 @@ class Loop:
         FinishEvent and the consumer of events is woken."""
         try:
             while self._receive():
-                if self._may_step():
+                if self._lost is not None and not self._reviving:
+                    self._recover(self._lost)
+                elif self._may_step():
                     self._advance()
                     self._check()
         except Exception as error:
@@ -191,7 +200,7 @@ class Loop:
     def _receive(self) -> bool:
         """Take in what came; wait while there is nothing to do. False: time to end."""
         with self._lock:
-            self._work.wait_for(lambda: self._must_end() or self._inbox or self._may_step())
+            self._work.wait_for(self._has_news)
             if self._must_end():
                 return False
             items = list(self._inbox)
@@ -203,10 +212,16 @@ class Loop:
                 self._emit(self._scheduler.abort(item))
         return True
 
+    def _has_news(self) -> bool:
+        lost = self._lost is not None and not self._reviving
+        return bool(self._must_end() or self._inbox or lost or self._may_step())
+
     def _must_end(self) -> bool:
         return self._closing or self._death is not None
 
     def _may_step(self) -> bool:
+        if self._lost is not None:
+            return False
         has_work = self._scheduler.has_work or self._flight is not None
         return has_work and len(self._outbox) < self._max_outbox_events
 
@@ -254,10 +269,34 @@ class Loop:
         what = str(error) if own else f"{type(error).__name__}: {error}"
         self._failures_in_a_row += 1
         if self._executor.is_fatal(error):
-            self._die(what if own else f"the device failed: {what}")
+            self._lost = what if own else f"the device failed: {what}"
         elif self._failures_in_a_row >= FAILURES_IN_A_ROW:
             self._die(f"{FAILURES_IN_A_ROW} steps failed in a row, the last with {what}")
         return self._scheduler.fail(step, f"the model failed while it computed a step: {what}")
+
+    def _recover(self, why: str) -> None:
+        """After a fatal error: the end, or requests that ran end and the others wait."""
+        if self._revive is None:
+            self._die(why)
+            return
+        with self._lock:
+            self._reviving = True
+        self._flight = None
+        self._failures_in_a_row = 0
+        self._emit(self._scheduler.lose_all(why))
+        threading.Thread(target=self._revived, args=(why,), name="revive", daemon=True).start()
+
+    def _revived(self, why: str) -> None:
+        """In a thread of its own."""
+        assert self._revive is not None
+        try:
+            self._revive(why)
+        except Exception as error:
+            if not self._closing:
+                self._die(str(error) or type(error).__name__)
+        with self._lock:
+            self._lost, self._reviving = None, False
+            self._work.notify()
 
     def _check(self) -> None:
         """Nothing may be held whenever nothing runs; in tests all books after every step."""

@@ -20,6 +20,7 @@ from typing import NamedTuple
 from metainfer.core.errors import MetainferError, UserError
 from metainfer.kernels.processes import interrupts_held
 from metainfer.llm.rank_orders import (
+    Alike,
     Answer,
     Done,
     Failed,
@@ -118,7 +119,7 @@ class RankCrew:
         if self._death is not None:
             raise RankLostError(self._death)
 
-    def tell(self, order: Order) -> None:
+    def tell(self, order: Order | Alike) -> None:
         """Raises RankLostError where a rank has ended."""
         data = b"" if isinstance(order, Meet) else encode(order)
         for member in self._members:

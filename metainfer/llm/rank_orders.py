@@ -98,6 +98,14 @@ class Forget:
     step_id: int
 
 
+@dataclass(frozen=True, slots=True)
+class Alike:
+    """Rank 0 has failed by itself after so many collectives. No order: nothing answers it. Ranks
+    that failed at the same place are still in step."""
+
+    calls: int
+
+
 Order = Start | Meet | Launch | DryRun | Capture | Forget
 
 
@@ -129,7 +137,7 @@ class Failed:
         error: what it was, in a sentence; `hint`: of a UserError.
         by_group: ranks could not go on together; another one may be the cause.
         lost: the rank's device cannot be trusted any more.
-        calls: collectives of the rank so far.
+        apart: the rank is not in step with rank 0, and its group has been ended.
     """
 
     error: str
@@ -137,7 +145,7 @@ class Failed:
     by_user: bool
     by_group: bool
     lost: bool
-    calls: int
+    apart: bool
 
 
 Answer = Progress | Done | Failed
@@ -156,7 +164,7 @@ def _read_only(values: dict[Any, Any]) -> MappingProxyType[Any, Any]:
     return MappingProxyType(values)
 
 
-def encode(value: Order | Answer) -> bytes:
+def encode(value: Order | Alike | Answer) -> bytes:
     buffer = io.BytesIO()
     _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
     return buffer.getvalue()

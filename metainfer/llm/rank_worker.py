@@ -22,6 +22,7 @@ from metainfer.llm.make_runner import make_runner
 from metainfer.llm.meeting import StandingGroup
 from metainfer.llm.open_weights import open_weights
 from metainfer.llm.rank_orders import (
+    Alike,
     Answer,
     Capture,
     Done,
@@ -42,6 +43,7 @@ from metainfer.llm.step import Step
 from metainfer.llm.threads import settle_thread
 
 _PROGRESS_S = 0.1
+_ALIKE_S = 0.5  # within which ranks fail that fail for the same reason
 
 _log = logging.getLogger(__name__)
 
@@ -55,19 +57,51 @@ def work(connection: Connection, life: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 hears it and decides
     threading.Thread(target=_end_with, args=(life,), name="life", daemon=True).start()
     rank: _Rank | None = None
+    inbox = _Inbox(connection)
     while True:
-        try:
-            data = connection.recv_bytes()
-        except (EOFError, OSError):
-            return  # rank 0 has left
-        order = decode(data)
+        order = inbox.next()
+        if order is None:
+            return
         if isinstance(order, Start):
-            rank, answer = _started(order, connection)
+            rank, answer = _started(order, inbox)
         else:
             assert rank is not None
             answer = rank.answer(order)
         with suppress(OSError):
             connection.send_bytes(encode(answer))
+
+
+class _Inbox:
+    """What rank 0 says.
+
+    Attributes:
+        connection: where it comes from, and where answers go.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self._kept: Order | None = None
+
+    def next(self) -> Order | None:
+        """The next order; None where rank 0 has left."""
+        kept, self._kept = self._kept, None
+        while kept is None:
+            try:
+                said = decode(self.connection.recv_bytes())
+            except (EOFError, OSError):
+                return None
+            kept = None if isinstance(said, Alike) else said
+        return kept
+
+    def is_alike(self, calls: int) -> bool:
+        """Whether rank 0 says within a moment that it has failed too, after as many collectives."""
+        with suppress(EOFError, OSError):
+            if self.connection.poll(_ALIKE_S):
+                said = decode(self.connection.recv_bytes())
+                if isinstance(said, Alike):
+                    return said.calls == calls
+                self._kept = said
+        return False
 
 
 def _end_with(life: Connection) -> None:
@@ -76,14 +110,14 @@ def _end_with(life: Connection) -> None:
     os._exit(1)
 
 
-def _started(start: Start, connection: Connection) -> tuple[_Rank | None, Answer]:
+def _started(start: Start, inbox: _Inbox) -> tuple[_Rank | None, Answer]:
     _log_as(start)
     try:
-        return _Rank(start, connection), Done()
+        return _Rank(start, inbox), Done()
     except Exception as error:
         if not isinstance(error, UserError):
             _log.exception("rank %d could not load its part", start.rank)
-        return None, _failed(error, lost=True, calls=0)
+        return None, _failed(error, lost=True, apart=True)
 
 
 def _log_as(start: Start) -> None:
@@ -101,9 +135,9 @@ def _log_as(start: Start) -> None:
 class _Rank:
     """A part of a model, who runs it, and the steps whose results were not read."""
 
-    def __init__(self, start: Start, connection: Connection) -> None:
+    def __init__(self, start: Start, inbox: _Inbox) -> None:
         self._group = StandingGroup(start.rank, start.plan.tensor_parallel_size.value)
-        self._connection = connection
+        self._inbox = inbox
         self._rank = start.rank
         self._flights: deque[tuple[Step, Flight]] = deque()
         self._told_s = 0.0
@@ -127,16 +161,18 @@ class _Rank:
         )
 
     def answer(self, order: Order) -> Answer:
-        """Carry out an order. What fails here is told to the others at once, who may wait."""
+        """Carry out an order. What fails here alone is told to the others at once, who may wait."""
         try:
             return self._carried_out(order)
         except Exception as error:
             lost = self._runner.is_fatal(error)
             if not isinstance(error, GroupError):
                 _log.exception("an order failed")
-            answer = _failed(error, lost=lost, calls=self._group.calls)
-            self._group.abort(f"rank {self._rank} failed: {answer.error}")
-            return answer
+            by_itself = not (lost or isinstance(error, GroupError))
+            apart = not (by_itself and self._inbox.is_alike(self._group.calls))
+            if apart:
+                self._group.abort(f"rank {self._rank} failed: {sentence(error)}")
+            return _failed(error, lost=lost, apart=apart)
 
     def _carried_out(self, order: Order) -> Done:
         match order:
@@ -167,15 +203,15 @@ class _Rank:
         now_s = time.monotonic()
         if now_s - self._told_s > _PROGRESS_S or done == total:
             self._told_s = now_s
-            self._connection.send_bytes(encode(Progress(done, total)))
+            self._inbox.connection.send_bytes(encode(Progress(done, total)))
 
 
-def _failed(error: Exception, *, lost: bool, calls: int) -> Failed:
+def _failed(error: Exception, *, lost: bool, apart: bool) -> Failed:
     return Failed(
         sentence(error),
         error.hint if isinstance(error, UserError) else None,
         by_user=isinstance(error, UserError),
         by_group=isinstance(error, GroupError),
         lost=lost,
-        calls=calls,
+        apart=apart,
     )

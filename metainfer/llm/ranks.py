@@ -6,6 +6,7 @@ import logging
 import secrets
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from metainfer.comm.group import GroupError
@@ -15,6 +16,7 @@ from metainfer.llm.graphs import DecodeSteps
 from metainfer.llm.meeting import StandingGroup
 from metainfer.llm.rank_crew import RankCrew, RankLostError
 from metainfer.llm.rank_orders import (
+    Alike,
     Capture,
     Done,
     DryRun,
@@ -32,8 +34,8 @@ from metainfer.llm.runner import Runner
 from metainfer.llm.step import Step, StepOutput
 from metainfer.nn.cache import CacheStorage
 
-_ALIKE_S = 1.0
-"""Within that, ranks fail that fail for the same reason."""
+_PATIENCE_S = 2.0
+"""For answers of ranks that failed too; the others wait for this one in vain, and are told so."""
 
 _KEPT_DIGESTS = 64
 
@@ -71,6 +73,7 @@ class GroupRunner:
         self._group = group
         self._crew = crew
         self._make_meeting = meet
+        self._captures = False
         self._may_meet_again = may_meet_again
         self._unread: deque[GroupFlight] = deque()
         self._reads = 0  # of results, that the others do not know of yet
@@ -103,7 +106,19 @@ class GroupRunner:
         self._unread.append(made)
         return made
 
+    def renew(self, crew: RankCrew) -> None:
+        """Go on with other processes, which have loaded too. Nothing is known of any request."""
+        self._crew = crew
+        self._unread.clear()
+        self._expected.clear()
+        self._reads = 0
+        self._runner.forget_all()
+        self._meet()
+        if self._captures:  # graphs hold the group that is gone
+            self.capture()
+
     def capture(self) -> None:
+        self._captures = True
         self._do(Capture(), self._runner.capture)
 
     def dry_run(self, step: Step) -> None:
@@ -111,11 +126,6 @@ class GroupRunner:
 
     def is_fatal(self, error: Exception) -> bool:
         return isinstance(error, RankLostError) or self._runner.is_fatal(error)
-
-    def close(self) -> None:
-        """End the processes of the other ranks."""
-        self._crew.end()
-        self._group.close()
 
     def read(self, made: GroupFlight) -> StepOutput:
         """The results of the oldest step that was not read, once all ranks have launched it.
@@ -182,6 +192,9 @@ class GroupRunner:
 
         Returns what the step failed with.
         """
+        if error is not None and not isinstance(error, GroupError):
+            with suppress(RankLostError):  # which is found out below
+                self._crew.tell(Alike(self._group.calls))
         others = [one for one in self._unread if one is not made]
         self._unread = deque(others)
         failed = [made]
@@ -213,8 +226,8 @@ class GroupRunner:
         return not any(isinstance(answer, Failed) for answer in answers.values())
 
     def _final_answers(self, error: Exception | None) -> Mapping[int, Done | Failed]:
-        """To an order that has failed here: others fail alike, or wait for this rank in vain."""
-        if not self._crew.ready(_ALIKE_S):
+        """To an order that has failed: others failed alike, or wait for this rank in vain."""
+        if not self._crew.ready(_PATIENCE_S):
             self._group.abort(f"rank 0 failed: {sentence(error)}" if error else "rank 0 gave up")
         return self._crew.answers()
 
@@ -222,8 +235,7 @@ class GroupRunner:
         """Whether all ranks failed at the same place, by themselves: nobody waits for anybody."""
         if error is None or isinstance(error, GroupError) or len(failures) < self._group.size - 1:
             return False
-        calls = self._group.calls
-        return all(not one.by_group and one.calls == calls for one in failures.values())
+        return not any(one.apart for one in failures.values())
 
     def _meet_anew(self, failed: Sequence[Step], why: str) -> None:
         _log.warning("the ranks meet anew, since one failed: %s", why)

@@ -130,6 +130,10 @@ class Runner(Generic[C]):
         """Decode steps so far whose graph is missing."""
         return 0 if self.decode_steps is None else self.decode_steps.num_missed
 
+    def forget_all(self) -> None:
+        """No request is known any more."""
+        self._states.clear()
+
     def dry_run(self, step: Step) -> None:
         """Execute a step that belongs to nobody, before the first request. All its sequences must
         be admitted by it."""

@@ -112,6 +112,17 @@ class Scheduler:
                 events.append(self._finish(passenger.sequence, FinishReason.ERROR, error=error))
         return events
 
+    def lose_all(self, error: str) -> list[EngineEvent]:
+        """All that was computed is lost, with the steps in flight: requests that ever ran end with
+        `error`, the others go on to wait. Nobody has to be told which were forgotten."""
+        self._flights.clear()
+        lost = [sequence for sequence in self._live.values() if sequence.introduced]
+        for sequence in lost:
+            sequence.unread = 0
+        events: list[EngineEvent] = [self._finish(s, FinishReason.ERROR, error=error) for s in lost]
+        self._forgotten.clear()
+        return events
+
     def end_all(self, reason: FinishReason, error: str | None = None) -> list[EngineEvent]:
         """End every request."""
         return [self._finish(s, reason, error=error) for s in list(self._live.values())]

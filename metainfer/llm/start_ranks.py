@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from metainfer.arch.record import Arch
 from metainfer.comm.world import World
+from metainfer.core.errors import MetainferError
 from metainfer.core.log import form_in_force
 from metainfer.hardware.binding import cpus_of_ranks
 from metainfer.hardware.device_names import gpu_number
@@ -18,7 +20,9 @@ from metainfer.llm.meeting import HostMeeting, StandingGroup
 from metainfer.llm.rank_crew import RankCrew
 from metainfer.llm.rank_orders import Start
 from metainfer.llm.ranks import GroupRunner
+from metainfer.llm.restarts import Restarts
 from metainfer.llm.runner import Runner
+from metainfer.llm.threads import settle_thread
 from metainfer.nn.cache import CacheStorage
 from metainfer.ops.base import Target
 from metainfer.plan.plan import Plan
@@ -74,6 +78,7 @@ class Ranks:
     Attributes:
         group: of this process's rank.
         cpus: that its threads are to be bound to.
+        restarts: of all of them.
     """
 
     def __init__(self, recipe: Recipe, on_progress: LoadProgress | None) -> None:
@@ -81,9 +86,14 @@ class Ranks:
         self.group = StandingGroup(0, recipe.size)
         self.cpus = recipe.cpus()[0]
         self._recipe = recipe
+        self._starts = recipe.starts()
+        self._lock = threading.Lock()
+        self._ended = False
+        self._runner: GroupRunner | None = None
+        self.restarts = Restarts(self._start_anew)
         self._world: World | None = None
         self._on_death: Callable[[str], None] | None = None
-        self._crew = RankCrew(recipe.starts(), on_progress, self._tell_death)
+        self._crew = RankCrew(self._starts, on_progress, self._tell_death)
         _log.info("%d ranks load, each its part", recipe.size)
 
     def progress(self, done: int, total: int) -> None:
@@ -94,7 +104,10 @@ class Ranks:
         """Of all ranks, once they have loaded. Raises UserError, RankLostError."""
         self._crew.loaded()
         on_cpu = self._recipe.plan.device.value == "cpu"
-        return GroupRunner(own, self.group, self._crew, self._meeting, may_meet_again=on_cpu)
+        self._runner = GroupRunner(
+            own, self.group, self._crew, self._meeting, may_meet_again=on_cpu
+        )
+        return self._runner
 
     def on_death(self, tell: Callable[[str], None]) -> None:
         """`tell` gets a sentence, from another thread, when a rank has ended by itself."""
@@ -104,10 +117,26 @@ class Ranks:
 
     def end(self) -> None:
         """End their processes. May be called again, and from any thread."""
-        self._crew.end()
+        self.restarts.end()
+        with self._lock:
+            self._ended = True
+            crew = self._crew
+        crew.end()
         self.group.close()
         if self._world is not None:
             self._world.close()
+
+    def _start_anew(self) -> None:
+        """Raises as `runner` does."""
+        assert self._runner is not None
+        self._crew.end()
+        with self._lock:
+            if self._ended:
+                raise MetainferError("the engine is closed")
+            self._crew = RankCrew(self._starts, None, self._tell_death)
+        settle_thread(self._recipe.plan)
+        self._crew.loaded()
+        self._runner.renew(self._crew)
 
     def _meeting(self) -> HostMeeting:
         if self._world is not None:

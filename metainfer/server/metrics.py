@@ -61,6 +61,7 @@ METRICS: tuple[MetricRecord, ...] = (
     MetricRecord(
         "decodes_without_graph", "counter", "Decode steps whose CUDA graph is missing", "steps"
     ),
+    MetricRecord("restarts", "counter", "Starts anew of all ranks, after one was lost", "starts"),
     MetricRecord("prompt_tokens", "counter", "Prompt tokens computed", "tokens"),
     MetricRecord("generation_tokens", "counter", "Tokens generated", "tokens"),
     MetricRecord(
@@ -107,6 +108,7 @@ _FROM_STATS: dict[str, Callable[[EngineStats], float]] = {
     "engine_steps": lambda stats: stats.num_steps,
     "kernels_compiled": lambda stats: stats.kernels_compiled,
     "decodes_without_graph": lambda stats: stats.decodes_without_graph,
+    "restarts": lambda stats: stats.restarts,
     "prompt_tokens": lambda stats: stats.prompt_tokens,
     "generation_tokens": lambda stats: stats.generation_tokens,
 }
