@@ -32,7 +32,7 @@ def coverage_of(
     try:
         kinds = kinds_of(machine, machine.system)
     except UserError as error:
-        return Unknown(error.message)
+        return Unknown(error.message.removeprefix(f"--machine {machine.system}: "))
     if len(kinds) > 1:
         return Unknown(f"the cards are of {len(kinds)} kinds: {', '.join(kinds)}")
     ((target, kind),) = kinds.items()

@@ -13,7 +13,7 @@ from metainfer.doctor.checks.notes import counts
 from metainfer.doctor.estimate import STOCK, gpus_of, workload_of
 from metainfer.doctor.finding import Patient
 from metainfer.doctor.known import read_notes
-from metainfer.doctor.matrix import Cell, State, matrix
+from metainfer.doctor.matrix import TENSOR_PARALLEL, Cell, State, matrix
 from metainfer.hardware.machine import Machine
 from metainfer.plan.candidates import refusal
 from metainfer.plan.cost.constants import read_constants
@@ -138,7 +138,7 @@ class _Judge:
     def _today(self, layouts: Layouts) -> Verdict:
         """What the features that a layout needs say together."""
         before, one = layouts.prefill, layouts.decode
-        needed = [("serving", True), ("tensor parallel (TP)", one.tensor > 1)]
+        needed = [("serving", True), (TENSOR_PARALLEL, one.tensor > 1)]
         needed += [("expert parallel (EP)", one.expert > 1)]
         needed += [("pipeline parallel (PP)", one.pipeline > 1)]
         needed += [("context parallel prefill (CP)", before.context > 1)]

@@ -15,6 +15,7 @@ from metainfer.arch.shapes import ModelShape
 from metainfer.doctor.estimate import gpus_of
 from metainfer.hardware.machine import Machine
 
+TENSOR_PARALLEL = "tensor parallel (TP)"
 _ONE_RANK = "this version runs one rank; a plan for several is made (`metainfer plan`)"
 
 
@@ -161,7 +162,7 @@ def _offload(shape: ModelShape, machine: Machine) -> _Verdict:
 _FEATURES: tuple[tuple[str, str, _Judge], ...] = (
     ("serving", "metainfer serve MODEL", _served),
     ("one of several GPUs", "--device cuda:N", _needs_serving(_one_of_many)),
-    ("tensor parallel (TP)", "--tensor-parallel-size", _several_ranks),
+    (TENSOR_PARALLEL, "--tensor-parallel-size", _several_ranks),
     ("expert parallel (EP)", "--enable-expert-parallel", _expert),
     ("pipeline parallel (PP)", "--pipeline-parallel-size", _stages),
     ("context parallel prefill (CP)", "", _flagless_ranks),

@@ -27,7 +27,8 @@ def test_the_dearest_slow_path_comes_first_with_its_own_fix():
     assert box.level == "warn" and "exchanges between cards" in box.what
     assert "--engine stock" in box.fix and box.source
     (alone,) = found(fallbacks.slow_paths, "rtx-pro-6000-x2")
-    assert "hyper-connections" in alone.what and "B12X" in alone.fix
+    first = alone.evidence.partition("taken: ")[2].partition(" ")[0]
+    assert first in alone.what and alone.fix  # what it is depends on calibration
     lost = [float(n) for n in re.findall(r"(\d+\.\d) of", alone.evidence.partition(";")[0])]
     assert lost == sorted(lost, reverse=True) and len(lost) == 4
 

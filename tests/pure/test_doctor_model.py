@@ -99,7 +99,11 @@ def test_what_fits_nowhere_fails_and_a_conversion_is_a_warning():
 
 def test_this_engine_says_what_it_serves():
     assert "not serve" in only(support.serves, "rtx-6000d-x8", V41).what
-    assert "one rank" in only(support.serves, "rtx-6000d-x8", V4).what
+    several = only(support.serves, "rtx-6000d-x8", V4)
+    assert "over 2 of the cards" in several.what and several.fix.endswith(
+        "--tensor-parallel-size 2"
+    )
+    assert only(support.serves, "rtx-5070ti-x2", V4).level == "warn"
     assert only(support.serves, "rtx-6000d-x8", read_shape("pebble")).level == "ok"
     flags = only(support.flags, "rtx-6000d-x8", read_shape("pebble"))
     assert "without effect for pebble here: images" in flags.what

@@ -6,7 +6,7 @@ of this engine by what its own records of coverage say was passed over.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -122,7 +122,8 @@ def slow_paths(patient: Patient) -> Iterator[Finding]:
             f"{_NAMES[one.group]} {as_it_comes.input_per_s * whole_s / (whole_s - one.lost_s):,.0f}"
             for one in prompt[:_SHOWN]
         )
-        + f"; all of them {best.input_per_s:,.0f}, and {best.tpot_s * 1e3:.1f} in place of"
+        + f"; all of them {as_it_comes.input_per_s * whole_s / (whole_s - _lost_s(prompt)):,.0f},"
+        f" and {(as_it_comes.tpot_s - _lost_s(decode)) * 1e3:.1f} in place of"
         f" {as_it_comes.tpot_s * 1e3:.1f} ms between tokens (estimates, off by up to {error:.0%})",
         _FIXES.get(first.group, ""),
         "cost model of `metainfer plan`: rates of engines as they come are calibrated on published"
@@ -239,6 +240,10 @@ def _losses(taken: Mapping[str, float], best: Mapping[str, float]) -> list[Loss]
     """The dearest first."""
     found = [Loss(group, taken[group], best.get(group, 0.0)) for group in taken if group in _NAMES]
     return sorted((one for one in found if one.lost_s > 0), key=lambda one: -one.lost_s)
+
+
+def _lost_s(losses: Sequence[Loss]) -> float:
+    return sum(one.lost_s for one in losses)
 
 
 def _told(loss: Loss, scale: float) -> str:

@@ -44,7 +44,9 @@ def width(patient: Patient) -> Iterator[Finding]:
         else:
             fine += 1
     if fine:
-        yield Finding(_WIDTH, Level.OK, f"{fine} links have their full width", "widths as possible")
+        yield Finding(
+            _WIDTH, Level.OK, f"{fine} link{'s' * (fine != 1)} of full width", "widths as possible"
+        )
 
 
 def generation(patient: Patient) -> Iterator[Finding]:
@@ -84,7 +86,12 @@ def generation(patient: Patient) -> Iterator[Finding]:
             "run `metainfer probe --measure`, or probe again while the cards work",
         )
     elif fine:
-        yield Finding(_GENERATION, Level.OK, f"{fine} links run at their generation", "as possible")
+        yield Finding(
+            _GENERATION,
+            Level.OK,
+            f"{fine} link{'s' * (fine != 1)} at full generation",
+            "as possible",
+        )
 
 
 def uplinks(patient: Patient) -> Iterator[Finding]:

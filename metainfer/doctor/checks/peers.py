@@ -98,7 +98,11 @@ def iommu(patient: Patient) -> Iterator[Finding]:
     if _count(patient.machine) < 2:
         return
     if isinstance(state, Unknown):
-        yield Finding(_IOMMU, Level.UNKNOWN, "the state of the IOMMU is not known", state.why)
+        yield Finding(
+            _IOMMU, Level.UNKNOWN, "the state of the IOMMU is not known", state.why,
+            fix="run `metainfer probe --out machine.json` on the machine; `dmesg | grep -i iommu`"
+            " tells it too",
+        )  # fmt: skip
     elif state == "translating":
         yield Finding(
             _IOMMU,

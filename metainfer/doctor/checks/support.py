@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from metainfer.doctor.estimate import gpus_of, tensor_layouts, workload_of
+from metainfer.arch.shapes import ModelShape
+from metainfer.doctor.estimate import gpus_of, tensor_layouts, tensor_sizes, workload_of
 from metainfer.doctor.finding import Check, Finding, Level, Patient
-from metainfer.doctor.matrix import State, matrix
+from metainfer.doctor.matrix import TENSOR_PARALLEL, State, matrix
+from metainfer.hardware.machine import Machine
 from metainfer.plan.layouts import Formats
-from metainfer.plan.ledger_ranks import rank_ledger
+from metainfer.plan.ledger_ranks import RankLedgers
 
 _SERVES = "this engine"
 _FLAGS = "features of this model"
@@ -30,20 +32,36 @@ def serves(patient: Patient) -> Iterator[Finding]:
             "`metainfer doctor MODEL --matrix` lists what is here and what comes",
         )
     elif gpus_of(machine):
-        found = rank_ledger(shape, machine, tensor_layouts(1, 1), workload_of(shape), Formats())
-        if found.fits:
-            yield Finding(_SERVES, Level.OK, f"metainfer serves {shape.name} on one of the cards",
-                          "its ledger fits")  # fmt: skip
-        else:
-            yield Finding(
-                _SERVES,
-                Level.WARN,
-                f"metainfer runs one rank, and {shape.name} does not fit on one of these cards",
-                found.reason,
-                "`metainfer serve` would refuse to start",
-                "vLLM or SGLang on several cards until several ranks are here;"
-                " `metainfer plan` says how to divide it",
-            )
+        yield _on_cards(shape, machine)
+
+
+def _on_cards(shape: ModelShape, machine: Machine) -> Finding:
+    """On one card, or over several where this engine does that."""
+    ledgers, work, formats = RankLedgers(), workload_of(shape), Formats()
+    alone = ledgers(shape, machine, tensor_layouts(1, 1), work, formats)
+    if alone.fits:
+        return Finding(_SERVES, Level.OK, f"metainfer serves {shape.name} on one of the cards",
+                       "its ledger fits")  # fmt: skip
+    several = next(cell for cell in matrix(shape, machine) if cell.feature == TENSOR_PARALLEL)
+    if several.state is State.WORKS:
+        gpus = len(gpus_of(machine))
+        for size in tensor_sizes(shape, gpus):
+            if ledgers(shape, machine, tensor_layouts(size, gpus), work, formats).fits:
+                return Finding(
+                    _SERVES, Level.OK, f"metainfer serves {shape.name} over {size} of the cards",
+                    f"its ledger fits; {several.why}",
+                    fix=f"metainfer serve {shape.name} --tensor-parallel-size {size}",
+                )  # fmt: skip
+    return Finding(
+        _SERVES,
+        Level.WARN,
+        f"{shape.name} does not fit on "
+        + ("these cards as this engine divides it" if several.state is State.WORKS else
+           "one of these cards, and metainfer runs one rank"),
+        alone.reason,
+        "`metainfer serve` would refuse to start",
+        "vLLM or SGLang, or more cards; `metainfer plan` says how to divide it",
+    )  # fmt: skip
 
 
 def flags(patient: Patient) -> Iterator[Finding]:

@@ -28,7 +28,9 @@ def versions(patient: Patient) -> Iterator[Finding]:
         listed = ", ".join(f"{name} {version}" for name, version in there.items())
         yield Finding(_NAME, Level.OK, "no pair of versions here is known to be bad", listed)
     else:
-        yield Finding(_NAME, Level.UNKNOWN, "versions are not recorded", "driver and packages")
+        yield Finding(_NAME, Level.UNKNOWN, "versions are not recorded", "driver and packages",
+                      fix="run `metainfer probe --out machine.json` where the engine runs"
+                      )  # fmt: skip
 
 
 def _holding(pair: Pair, machine: Machine) -> str:
