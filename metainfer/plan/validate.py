@@ -49,15 +49,21 @@ class Row:
     published: what was measured.
     predicted: with the constants as they ship.
     apart: with those set without figures of this row's machine.
+    at_starts: with those that no figure has moved.
     """
 
     published: Published
     predicted: float
     apart: float
+    at_starts: float
 
     @property
     def error(self) -> float:
         return self.predicted / self.published.published - 1.0
+
+    @property
+    def error_at_starts(self) -> float:
+        return self.at_starts / self.published.published - 1.0
 
     @property
     def error_apart(self) -> float:
@@ -181,8 +187,10 @@ def validate() -> Validation:
         for place, row in enumerate(figures.rows):
             if row.case.machine == name:
                 apart[place] = asked.answer(row.case, others)
+    unmoved = read_constants({one.path: one.start for one in constants.calibrated})
+    at_starts = [asked.answer(row.case, unmoved) for row in figures.rows]
     return Validation(
-        rows=tuple(map(Row, figures.rows, predicted, apart)),
+        rows=tuple(map(Row, figures.rows, predicted, apart, at_starts)),
         orders=tuple(_ordered(asked, order, constants, sets) for order in figures.orders),
         constants=tuple(
             (one.name, shipped[one.path], *_ends(sets[name][one.path] for name in sets))
