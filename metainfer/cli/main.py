@@ -61,6 +61,10 @@ VERBS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "Judge whether one setting predicts what another does",
         ),
         "bench ops": ("metainfer.cli.bench_ops", "Measure each operation against its floor"),
+        "bench comm": (
+            "metainfer.cli.bench_comm",
+            "Measure every way for ranks to talk to each other",
+        ),
         "bench plot": ("metainfer.cli.bench_plot", "Draw records of bench serve or bench model"),
         "kernels list": (
             "metainfer.cli.kernels_list",

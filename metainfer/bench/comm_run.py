@@ -1,0 +1,99 @@
+"""A run of `bench comm`: processes that try every way of an operation in turns."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from metainfer.bench.comm_report import record
+from metainfer.bench.comm_settings import CommLoad
+from metainfer.comm.contest import (
+    PLAIN,
+    Contender,
+    Links,
+    Point,
+    contenders_on_cpus,
+    contest,
+    measure_links,
+)
+from metainfer.comm.host_memory import join_host_memory
+from metainfer.comm.library import GLOO, join_library
+from metainfer.comm.processes import Report, run_processes
+from metainfer.comm.world import World, join
+from metainfer.hardware.probe import probe
+
+_START_S = 120.0  # for processes to begin and to end, beside what is measured
+
+OnProgress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What one rank came back with.
+
+    Attributes:
+        links: what the floor is made of.
+        points: the same of all ranks.
+        missing: peer -> why it is not there.
+    """
+
+    links: Links
+    points: list[Point]
+    missing: dict[str, str]
+
+
+def run_comm(load: CommLoad, on_progress: OnProgress) -> dict[str, Any]:
+    """The record of a run. Raises GroupError where ranks could not go on together."""
+    machine = probe()
+    threads = max(1, machine.cpu.physical_cores // load.ranks)
+    world = World(load.ranks)
+    try:
+        found = run_processes(
+            world,
+            _measure,
+            (load, threads),
+            longest_s=load.budget_s + _START_S,
+            on_report=lambda rank, done: on_progress(*done),
+        )[0]
+    finally:
+        world.close()
+    facts = json.loads(machine.to_json())
+    return record(load, threads, found.links, found.points, found.missing, facts)
+
+
+def _measure(world: World, rank: int, report: Report, asked: tuple[CommLoad, int]) -> Found:
+    """In the process of a rank."""
+    load, threads = asked
+    torch.set_num_threads(threads)
+    watch = join(world, rank)
+    shared = join_host_memory(world, rank, watch=watch)
+    missing = {} if dist.is_available() else {GLOO: "this torch has no torch.distributed"}
+    library = None if missing else join_library(world, rank, GLOO, watch=watch)
+    ways = _asked_for(contenders_on_cpus(shared, library, (PLAIN, *load.wires)), load)
+    links = measure_links(shared)
+    total, done = len(ways) * len(load.sizes), 0
+
+    def tell(point: Point) -> None:
+        nonlocal done
+        done += 1
+        if rank == 0:
+            report((done, total))
+
+    until_s = time.monotonic() + load.budget_s
+    points = contest(shared, ways, load.sizes, load.rounds, until_s, tell)
+    if library is not None:
+        library.close()
+    shared.close()
+    return Found(links, points, missing)
+
+
+def _asked_for(ways: list[Contender], load: CommLoad) -> list[Contender]:
+    order = {operation: place for place, operation in enumerate(load.operations)}
+    left = [way for way in ways if way.operation in order]
+    return sorted(left, key=lambda way: order[way.operation])
