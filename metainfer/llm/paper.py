@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from metainfer.arch.record import Arch
+from metainfer.comm.on_paper import OnPaper
 from metainfer.kernels.builtin import builtin_registry
 from metainfer.kernels.torch_products.shapes import library_shapes
 from metainfer.kernels.triton.record import RecordingLauncher
@@ -55,9 +56,11 @@ class Paper:
         arch = with_few_layers(arch)
         registry = builtin_registry(self._launch).with_tuned(tuned)
         self._products = library_shapes()
+        ranks = plan.tensor_parallel_size.value
+        group = OnPaper(0, ranks) if ranks > 1 else None
         with torch.device("meta"):
             _, self._runner = make_runner(
-                arch, plan, ShapesOnly(arch), registry, target, on_paper=True
+                arch, plan, ShapesOnly(arch, ranks), registry, target, group=group, on_paper=True
             )
 
     def of_step(self, step: Step) -> Units:

@@ -41,6 +41,11 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         FOUR_LAYERS,
         {"max_model_len": 12_000, "kv_cache_dtype": "fp8", "index_cache_dtype": "fp8"},
     ),
+    "V4-Flash over four ranks": (
+        "deepseek-v4-flash",
+        FOUR_LAYERS,
+        {"max_model_len": 12_000, "tensor_parallel_size": 4},
+    ),
     "V4-Flash as released": ("deepseek-v4-flash", {}, {"max_model_len": 20_000}),
     "pebble": (PEBBLE, {}, {}),
 }
@@ -58,7 +63,8 @@ def prepared(model: str, card: str) -> tuple[Paper, Room, Units]:
     launch = RecordingLauncher(kind.capability, kind.multiprocessors)
     able = builtin_registry(launch).capabilities(kind.target)
     gpu = Gpu(kind.card, kind.capability, 400 * GIB, 400 * GIB)
-    plan = build_plan(make_machine(gpus=(gpu,)), arch, settings, able)
+    gpus = (gpu,) * flags.get("tensor_parallel_size", 1)
+    plan = build_plan(make_machine(gpus=gpus), arch, settings, able)
     paper = Paper(arch, plan, kind.target, kind.multiprocessors)
     room = Room.of(plan)
     _, known = covering_steps(room, paper.of_step)
@@ -111,6 +117,7 @@ def drawn_part(draw: random.Random, slot: int, end: int, rows: int) -> SequenceS
     [
         ("V4-Flash", "sm_90"),
         ("V4-Flash, caches of bytes", "sm_120"),
+        ("V4-Flash over four ranks", "sm_120"),
         ("V4-Flash as released", "sm_89"),
         ("pebble", "sm_90"),
     ],
