@@ -26,6 +26,7 @@ def build_shapes(
     caches: CacheFormats = FP32_CACHES,
     registry: Registry | None = None,
     target: Target = CPU,
+    kernel_order: str = "",
 ) -> DeepseekV4:
     """The model of one of `size` ranks, all of whose kernels are references where no registry is
     given."""
@@ -36,7 +37,7 @@ def build_shapes(
             ShapesOnly(arch, size),
             registry=registry or Registry(BACKENDS),
             target=target,
-            kernel_order="" if registry else "*=reference",
+            kernel_order=kernel_order if registry else "*=reference",
             group=group,
             device=torch.device("meta"),
             compute_dtype=dtype,
