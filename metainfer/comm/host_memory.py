@@ -6,17 +6,15 @@ their order; between both lies a call into the interpreter, so that no compiler 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from metainfer.comm import algorithms
-from metainfer.comm.algorithms import ALL_REDUCES, Part
-from metainfer.comm.group import GroupError, check_part, share_rows
-from metainfer.comm.process_group import ProcessGroup
+from metainfer.comm.algorithms import Part
+from metainfer.comm.group import GroupError, check_part
 from metainfer.comm.shared_memory import Counters
+from metainfer.comm.transport_group import Choose, TransportGroup, by_size
 from metainfer.comm.watch import OPERATIONS, Watch
-from metainfer.comm.wire import wire_of
 from metainfer.comm.world import CHANNEL_PIECE_BYTES, CHANNEL_PIECES, World, join
 from metainfer.core.errors import MetainferError
 
@@ -25,18 +23,9 @@ _CALL = 1  # and the next: what the rank is in, in even and in odd rounds
 _PUT, _GOT = 64, 128  # counters for each member: pieces sent to it, and taken from it
 _WORD_BYTES = 8
 _OPERATION_SHIFT = 56
-_ONE_SHOT_UP_TO_BYTES = 64 * 1024
-
-Choose = Callable[[str, int], str]
-"""Which algorithm an operation on so many bytes takes."""
 
 
-def by_size(operation: str, size: int) -> str:
-    """The choice where nothing was measured."""
-    return "one-shot" if size <= _ONE_SHOT_UP_TO_BYTES else "two-shot"
-
-
-class _Place:
+class Place:
     """One process's view of the memory of a world.
 
     Attributes:
@@ -60,10 +49,10 @@ class HostTransport:
     """
 
     def __init__(
-        self, place: _Place, watch: Watch, members: Sequence[int], rank: int, slot: int
+        self, place: Place, watch: Watch, members: Sequence[int], rank: int, slot: int
     ) -> None:
         self.rank, self.size = rank, len(members)
-        self.piece_bytes = place.world.piece_bytes
+        self.piece_bytes, self.channel_bytes = place.world.piece_bytes, CHANNEL_PIECE_BYTES
         self._place, self._watch, self._members, self._slot = place, watch, members, slot
         self._first = [place.world.counters_at(m, slot) // _WORD_BYTES for m in members]
         self._round = 0
@@ -127,76 +116,21 @@ class HostTransport:
         counters[got] = number + 1
 
 
-class HostMemoryGroup(ProcessGroup):
+class HostMemoryGroup(TransportGroup):
     """A group of tensors on the CPU; see `join_host_memory`."""
 
+    _transport: HostTransport
+
     def __init__(
-        self, place: _Place, watch: Watch, members: Sequence[int], rank: int, slot: int,
+        self, place: Place, watch: Watch, members: Sequence[int], rank: int, slot: int,
         choose: Choose, wire: str,
     ) -> None:  # fmt: skip
-        super().__init__(members, rank, watch)
-        self._place, self._slot, self._choose, self._wire = place, slot, choose, wire
-        self._transport = HostTransport(place, watch, members, rank, slot)
+        transport = HostTransport(place, watch, members, rank, slot)
+        super().__init__(members, rank, watch, transport, choose, wire)
+        self._place, self._slot = place, slot
 
     def _begin(self, operation: str, size: int) -> None:
         self._transport.call = OPERATIONS.index(operation) << _OPERATION_SHIFT | size
-
-    def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
-        return self.all_reduce_by(self._choose("all_reduce", partial.nbytes), partial, self._wire)
-
-    def all_reduce_by(
-        self, algorithm: str, partial: torch.Tensor, wire: str = "plain"
-    ) -> torch.Tensor:
-        """By one of `algorithms.ALL_REDUCES`, with one of `wire.WIRES`. Raises MetainferError where
-        those do not go together."""
-        form = wire_of(wire, partial)
-        why = algorithms.refusal(algorithm, self.size, form)
-        if why:
-            raise MetainferError(why)
-        partial = partial.contiguous()
-        with self._during("all_reduce", partial.nbytes):
-            ALL_REDUCES[algorithm](self._transport, partial.view(-1), form)
-        return partial
-
-    def all_gather(self, part_N: torch.Tensor) -> torch.Tensor:
-        part_N = part_N.contiguous()
-        found = part_N.new_empty(self.size * len(part_N), *part_N.shape[1:])
-        with self._during("all_gather", part_N.nbytes):
-            algorithms.all_gather(self._transport, _bytes(part_N), _by_rank(found, self.size))
-        return found
-
-    def reduce_scatter(self, partial_N: torch.Tensor) -> torch.Tensor:
-        rows = share_rows(len(partial_N), self.size)
-        total = partial_N.new_empty(rows, *partial_N.shape[1:])
-        with self._during("reduce_scatter", partial_N.nbytes):
-            algorithms.reduce_scatter(
-                self._transport,
-                partial_N.contiguous().view(self.size, total.numel()),
-                total.view(-1),
-                wire_of(self._wire, partial_N),
-            )
-        return total
-
-    def all_to_all(self, parts_N: torch.Tensor) -> torch.Tensor:
-        share_rows(len(parts_N), self.size)
-        parts_N = parts_N.contiguous()
-        found = torch.empty_like(parts_N)
-        with self._during("all_to_all", parts_N.nbytes):
-            parts_SB, found_SB = _by_rank(parts_N, self.size), _by_rank(found, self.size)
-            algorithms.all_to_all(self._transport, parts_SB, found_SB)
-        return found
-
-    def send(self, tensor: torch.Tensor, to: int) -> None:
-        with self._during("send", tensor.nbytes):
-            for piece in _bytes(tensor.contiguous()).split(CHANNEL_PIECE_BYTES):
-                self._transport.put(to, piece)
-
-    def receive(self, like: torch.Tensor, sender: int) -> torch.Tensor:
-        found = torch.empty(like.shape, dtype=like.dtype)
-        with self._during("receive", found.nbytes):
-            for piece in _bytes(found).split(CHANNEL_PIECE_BYTES):
-                self._transport.take(sender, piece)
-        return found
 
     def meet(self) -> None:
         """Until all members have come: a round without bytes."""
@@ -246,7 +180,7 @@ def join_host_memory(
         wire: of sums, one of `wire.WIRES`.
     """
     watch = watch or join(world, rank)
-    place = _Place(world)
+    place = Place(world)
     place.next_slot = 1
     return HostMemoryGroup(place, watch, range(world.size), rank, 0, choose, wire)
 
@@ -254,13 +188,3 @@ def join_host_memory(
 def _name(call: int) -> str:
     size = call & ((1 << _OPERATION_SHIFT) - 1)
     return f"{OPERATIONS[call >> _OPERATION_SHIFT]} of {size} bytes"
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(-1).view(torch.uint8)
-
-
-def _by_rank(tensor: torch.Tensor, size: int) -> torch.Tensor:
-    """uint8 [size, bytes] of what is divided over ranks."""
-    whole = _bytes(tensor)
-    return whole.view(size, len(whole) // size)
