@@ -92,6 +92,13 @@ def test_contradictions_are_warnings(machine: Machine, word: str):
     assert [str(f.level) for f in found] == ["warn"] and found[0].fix
 
 
+def test_published_curves_do_not_hold_over_lesser_links():
+    lesser = first(link=PcieLink(5, 8, 5, 16))
+    assert [str(f.level) for f in record.impossible(Patient(lesser))] == ["ok"]
+    found = list(record.contradicting(Patient(lesser)))
+    assert found and all(f.level == "warn" and "faster than the wire" in f.what for f in found)
+
+
 def test_noise_of_few_bytes_and_unlisted_cards_are_left_alone():
     noisy = measured(curve(COPY, "copy", (1024, 9e-6), (2048, 5e-6), (MIB, 1e-4)))
     assert next(record.impossible(Patient(noisy))).level == "ok"
