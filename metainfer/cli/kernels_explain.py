@@ -60,11 +60,14 @@ def run(terminal: Terminal, options: ExplainOptions) -> int:
             f"{options.model} does not run {op.name}",
             hint="leave --model out for the cases of all known models",
         )
-    from metainfer.kernels.on_paper import has_triton  # brings torch: names are looked at before
+    with terminal.waiting("asking kernels what they take"):
+        # Brings torch: names are looked at before.
+        from metainfer.kernels.on_paper import has_triton
 
-    if not has_triton():
+        there = has_triton()
+        told = _explained(op, cases, options.targets or (_CPU, *CARD_KINDS))
+    if not there:
         terminal.hint("without triton no kernel for GPUs is here: pip install 'metainfer[kernels]'")
-    told = _explained(op, cases, options.targets or (_CPU, *CARD_KINDS))
     terminal.data(json.dumps(told, indent=1) if options.json else _text(op, told))
     return 0
 
