@@ -34,7 +34,7 @@ from metainfer.llm.ahead import steps_ahead
 from metainfer.llm.client import EngineStats
 from metainfer.llm.loop import Executor, Loop
 from metainfer.llm.make_runner import make_runner
-from metainfer.llm.open_weights import open_weights
+from metainfer.llm.open_weights import open_weights, say_loaded
 from metainfer.llm.policy import Policies, TimeShare
 from metainfer.llm.ranks import GroupRunner
 from metainfer.llm.request import Request
@@ -306,6 +306,7 @@ def _loaded(
 ) -> tuple[tuple[Kernel, ...], Runner[CacheStorage] | GroupRunner]:
     """What this process's rank has bound, and who runs the model on all ranks."""
     tell = on_progress if ranks is None else ranks.progress
+    began_s = time.perf_counter()
     with open_weights(source, arch, settings, plan, tell) as checkpoint:
         if checkpoint.unused:
             _log.info("%d tensors of drafting blocks are not used", len(checkpoint.unused))
@@ -315,6 +316,7 @@ def _loaded(
             lambda: make_runner(arch, plan, checkpoint, registry, target, group=group),
             cpus,
         )
+        say_loaded(checkpoint, time.perf_counter() - began_s)
     return kernels, runner if ranks is None else ranks.runner(runner)
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from metainfer.arch.overrides import cuts_layers
 from metainfer.arch.record import Arch
+from metainfer.core.units import format_bytes, format_seconds
 from metainfer.plan.plan import Plan
 from metainfer.plan.settings import EngineSettings, LoadFormat
 from metainfer.weights.dummy import DummyCheckpoint
 from metainfer.weights.load import Checkpoint, LoadProgress
+
+_log = logging.getLogger(__name__)
 
 
 def open_weights(
@@ -40,3 +44,10 @@ def open_weights(
         on_progress=on_progress,
         more_layers=cuts_layers(settings.hf_overrides),
     )
+
+
+def say_loaded(checkpoint: Checkpoint, took_s: float) -> None:
+    """How much this rank took, and how fast."""
+    taken = checkpoint.bytes_taken
+    rate = format_bytes(int(taken / max(took_s, 1e-9)))
+    _log.info("loaded %s in %s, %s/s", format_bytes(taken), format_seconds(took_s), rate)

@@ -75,10 +75,15 @@ class Meet:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Read so many of the oldest steps whose results were not read, then launch one."""
+    """Read so many of the oldest steps whose results were not read, then launch one.
+
+    Attributes:
+        known: of each sequence of `step`, how many blocks are not told again (`TableSender`).
+    """
 
     reads: int
-    step: Step | None
+    step: Step | None = None
+    known: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,13 +14,12 @@ from multiprocessing.connection import Connection
 from metainfer.comm.group import GroupError
 from metainfer.core import log
 from metainfer.core.errors import UserError
-from metainfer.core.units import format_bytes, format_seconds
 from metainfer.kernels.builtin import builtin_registry
 from metainfer.kernels.platform import launcher
 from metainfer.llm.flight import Flight
 from metainfer.llm.make_runner import make_runner
 from metainfer.llm.meeting import StandingGroup
-from metainfer.llm.open_weights import open_weights
+from metainfer.llm.open_weights import open_weights, say_loaded
 from metainfer.llm.rank_orders import (
     Alike,
     Answer,
@@ -40,6 +39,7 @@ from metainfer.llm.rank_orders import (
     sentence,
 )
 from metainfer.llm.step import Step
+from metainfer.llm.table_wire import TableReceiver
 from metainfer.llm.threads import settle_thread
 
 _PROGRESS_S = 0.1
@@ -141,6 +141,7 @@ class _Rank:
         self._rank = start.rank
         self._flights: deque[tuple[Step, Flight]] = deque()
         self._told_s = 0.0
+        self._tables = TableReceiver()
         plan = start.plan.of_rank(start.rank)
         settle_thread(plan, start.cpus)
         began_s = time.perf_counter()
@@ -152,13 +153,7 @@ class _Rank:
             _, self._runner = make_runner(
                 start.arch, plan, checkpoint, registry, start.target, group=self._group
             )
-            read, took_s = checkpoint.bytes_taken, time.perf_counter() - began_s
-        _log.info(
-            "loaded %s in %s, %s/s",
-            format_bytes(read),
-            format_seconds(took_s),
-            format_bytes(int(read / took_s)),
-        )
+            say_loaded(checkpoint, time.perf_counter() - began_s)
 
     def answer(self, order: Order) -> Answer:
         """Carry out an order. What fails here alone is told to the others at once, who may wait."""
@@ -176,7 +171,9 @@ class _Rank:
 
     def _carried_out(self, order: Order) -> Done:
         match order:
-            case Launch(reads, step):
+            case Launch(reads, shortened, known):
+                # First of all, so that tables are known whatever fails.
+                step = shortened and self._tables.restored(shortened, known)
                 done = tuple(self._read() for _ in range(reads))
                 if step is not None:
                     self._flights.append((step, self._runner.launch(step)))
