@@ -29,6 +29,9 @@ _TABLE: tuple[tuple[re.Pattern[str], int], ...] = tuple(
     )
 )
 
+# Of these, what ranks with the same heads have alike.
+_OF_HEADS = re.compile(r"layers\.\d+\.(attn|ffn\.shared_experts)\..*")
+
 
 def split_dimension(name: str) -> int | None:
     """The dimension of the tensor `name` that ranks divide evenly; None where each has it all."""
@@ -44,9 +47,24 @@ def rank_share(whole: int, rank: int, size: int) -> tuple[int, int]:
     return whole * rank // size, max(1, whole // size)
 
 
-def rank_shape(name: str, shape: tuple[int, ...], size: int) -> tuple[int, ...]:
+def division(name: str, rank: int, size: int, context: int = 1) -> tuple[int, int]:
+    """(which, of how many) parts of the tensor `name` a rank has.
+
+    Args:
+        context: ranks that follow each other and have the same heads, where prefill is sharded over
+            tokens. Experts and the head are divided over all ranks.
+    """
+    if split_dimension(name) is None:
+        return 0, 1
+    if context > 1 and _OF_HEADS.fullmatch(name):
+        return rank // context, size // context
+    return rank, size
+
+
+def rank_shape(name: str, shape: tuple[int, ...], size: int, context: int = 1) -> tuple[int, ...]:
     """Shape of one rank's slice. `size` must have passed `check_split`."""
     dimension = split_dimension(name)
+    _, size = division(name, 0, size, context)
     if dimension is None or size == 1:
         return shape
     _, share = rank_share(shape[dimension], 0, size)

@@ -15,7 +15,10 @@ from metainfer.nn.hyper import HyperConnection, HyperHead, Streams, WrittenStrea
 from metainfer.nn.inputs import DecodeInputs, StepInputs
 from metainfer.nn.linear import dense_fp32
 from metainfer.nn.moe import MixtureOfExperts
-from metainfer.nn.step_index import StepIndex, StepIndexer
+from metainfer.nn.placement import place
+from metainfer.nn.share_indexer import ShareIndexer
+from metainfer.nn.step_index import StepIndex
+from metainfer.nn.step_indexer import StepIndexer
 from metainfer.ops.base import Target
 from metainfer.ops.cache_formats import FP32_CACHES, CacheFormats
 from metainfer.weights.load import Checkpoint
@@ -37,9 +40,7 @@ class DecoderLayer:
             streams, lambda x: (self._attention(x, step, cache),), step.wanted_rows_W
         )
         token_ids_T = step.wanted(step.token_ids_T)
-        return self._around_experts(
-            streams, lambda x: self._experts(x, token_ids_T, step.padding_T1)
-        )
+        return self._around_experts(streams, lambda x: self._experts(x, token_ids_T, step))
 
 
 class DeepseekV4:
@@ -62,6 +63,7 @@ class DeepseekV4:
         target: Target,
         kernel_order: str,
         group: Group,
+        context: int = 1,
         device: torch.device,
         compute_dtype: torch.dtype,
         stream_dtype: torch.dtype | None = None,
@@ -74,6 +76,8 @@ class DeepseekV4:
 
         Args:
             kernel_order: as `Registry.bind` takes it.
+            group: of all ranks.
+            context: ranks over which long prefills are sharded by tokens, see `nn.placement.place`.
             stream_dtype: format of the residual streams; None for the compute dtype.
             activations, caches, side_stream: as `nn.builder.LayerBuilder` takes them.
             draft_rows: as in `arch.cache_kinds.cache_kinds`; the cache must have the same.
@@ -93,7 +97,7 @@ class DeepseekV4:
             registry=registry,
             target=target,
             kernel_order=kernel_order,
-            group=group,
+            placement=place(group, context),
             device=device,
             compute_dtype=compute_dtype,
             stream_dtype=self._stream_dtype,
@@ -107,6 +111,10 @@ class DeepseekV4:
         self._collapse = HyperHead(build, "hc_head", "norm")
         self._head = dense_fp32(build, ["head.weight"])
         self._indexer = StepIndexer(build, draft_rows)
+        self._share_indexer = None
+        if build.placement.by_tokens is not None:
+            rows = build.placement.by_tokens.rows
+            self._share_indexer = ShareIndexer(rows, self._indexer, device)
         self.weights_nbytes = build.weights_nbytes
         self.kernels = tuple(build.kernels)
 
@@ -124,17 +132,19 @@ class DeepseekV4:
             if has != wants:
                 raise MetainferError(f"the cache keeps {word} as {has}, the model as {wants}")
         step = self._index(inputs, cache)
-        embedded_TD = self._embed_VD.index_select(0, inputs.token_ids_T).to(self._stream_dtype)
+        embedded_TD = self._embed_VD.index_select(0, step.token_ids_T).to(self._stream_dtype)
         streams = Streams(embedded_TD.unsqueeze(1).repeat(1, self._num_streams, 1))
         for layer in self._layers[:-1]:
             streams = layer(streams, step, cache)
         if isinstance(inputs, StepInputs):
             step = self._indexer.last_layer(step, inputs)
-        return self._written(self._layers[-1](streams, step, cache))
+        streams_WSD = self._written(self._layers[-1](streams, step, cache))
+        return streams_WSD if step.shares is None else step.shares.gather_wanted(streams_WSD)
 
     def _index(self, inputs: StepInputs | DecodeInputs, cache: CacheStorage) -> StepIndex:
         if isinstance(inputs, StepInputs):
-            return self._indexer.index(inputs)
+            shared = None if self._share_indexer is None else self._share_indexer.index(inputs)
+            return shared or self._indexer.index(inputs)
         if cache.spare_block is None:
             raise MetainferError("steps of fixed shapes need a cache with a spare block")
         return self._indexer.index_decode(inputs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -11,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 
 from metainfer.arch.record import Arch
-from metainfer.comm.group import Group
 from metainfer.core.dtypes import DType
 from metainfer.core.errors import UserError
 from metainfer.kernels.registry import Kernel, Registry
+from metainfer.nn.placement import Placement
 from metainfer.ops.base import Target
 from metainfer.ops.cache_formats import FP32_CACHES, CacheFormats
 from metainfer.weights.formats import DenseWeight, Fp8BlockWeight, Weight
@@ -51,6 +52,7 @@ class LayerBuilder:
     """Passed to the constructors of layers, which keep nothing of it but bound kernels.
 
     Attributes:
+        placement: how the ranks of the group share the model.
         dtype, stream_dtype: names of the formats of activations and of residual streams.
         compute_dtype: `dtype` as torch knows it.
         rounding: of rows before products with quantised matrices; None where rows stay as they are.
@@ -68,7 +70,7 @@ class LayerBuilder:
         registry: Registry,
         target: Target,
         kernel_order: str,
-        group: Group,
+        placement: Placement,
         device: torch.device,
         compute_dtype: torch.dtype,
         stream_dtype: torch.dtype,
@@ -79,7 +81,7 @@ class LayerBuilder:
         """`activations`: one of `ops.uses_v4.ACTIVATIONS`."""
         self.arch = arch
         self.checkpoint = checkpoint
-        self.group = group
+        self.placement = placement
         self.device = device
         self.compute_dtype = compute_dtype
         self.dtype = dtype_name(compute_dtype)
@@ -89,6 +91,7 @@ class LayerBuilder:
         self.side_stream = side_stream
         self.weights_nbytes = 0
         self.kernels: list[Kernel] = []
+        self._again = False
         self._registry = registry
         self._target = target
         registry.check_order(kernel_order)
@@ -101,9 +104,19 @@ class LayerBuilder:
     def weighted(self, op: str, case: Any, *weights: Any) -> Callable[..., Any]:
         """An op bound to `case` and to `weights` (tensors, or tuples of them), prepared once."""
         kernel = self._bind(op, case)
-        prepared = kernel.prepare(*(self._placed(weight) for weight in weights))
-        self.weights_nbytes += sum(tensor.nbytes for tensor in _tensors(prepared))
+        weights = tuple(self._placed(weight) for weight in weights)
+        prepared = kernel.prepare(*weights)
+        fresh = [t for t in _tensors(prepared) if not (self._again and _lies_in(t, weights))]
+        self.weights_nbytes += sum(tensor.nbytes for tensor in fresh)
         return partial(kernel.run, prepared)
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """While weights are bound that lie in the memory of others: what a backend uses as it lies
+        there is not counted a second time."""
+        self._again = True
+        yield
+        self._again = False
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A tensor of the checkpoint that is used as it is, on the device."""
@@ -123,7 +136,7 @@ class LayerBuilder:
     def _placed(self, weight: Any) -> Any:
         if isinstance(weight, tuple):
             return tuple(self._placed(part) for part in weight)
-        return weight.to(self.device)
+        return weight.to(self.device).contiguous()  # parts of columns lie apart
 
 
 def _rounding(arch: Arch) -> Rounding:
@@ -142,6 +155,15 @@ def weight_tensors(weight: Weight) -> tuple[str, tuple[torch.Tensor, ...], tuple
         return "fp8_block", (weight.codes_OI, weight.scale), weight.block
     columns = weight.shape[-1] // weight.scale_OG.shape[-1]
     return "fp4_group", (weight.packed_OI2, weight.scale_OG), (1, columns)
+
+
+def _lies_in(tensor: torch.Tensor, weights: tuple[Any, ...]) -> bool:
+    """Whether it is, or begins in, the memory of one of `weights`."""
+    place = tensor.data_ptr()
+    return any(
+        given.data_ptr() <= place < given.data_ptr() + max(1, given.nbytes)
+        for given in _tensors(weights)
+    )
 
 
 def _tensors(prepared: Any) -> Iterator[torch.Tensor]:

@@ -9,6 +9,7 @@ from metainfer.arch.record import LayerArch, LayerKind
 from metainfer.nn.builder import LayerBuilder
 from metainfer.nn.cache import CacheStorage
 from metainfer.nn.kept_rows import is_plain, writer
+from metainfer.nn.share_index import SharedWindows
 from metainfer.nn.step_index import DecodeWindows, PrefillWindows
 from metainfer.ops.compress import CompressCase
 
@@ -44,6 +45,7 @@ class Compressor:
         score_bias = build.checkpoint.tensor(f"{prefix}.ape", torch.float32)
         bias_RW = torch.cat([torch.zeros_like(score_bias), score_bias], dim=1)
         self._bias_RW = bias_RW.to(build.device)
+        self._dtype = build.compute_dtype
         self._compress = build.kernel("attention.compress", case)
         self._is_plain = is_plain(build, entries)
         self._write = writer(build, layer, entries)
@@ -89,8 +91,32 @@ class Compressor:
             entries_ED = self._compress(
                 rows_NW, windows.first_window, self._norm_weight_D, windows.rotation_ER2
             )
-            self._write(entries_ED, windows.entry_rows_E[windows.first_window :], cache)
+            self._write(entries_ED, windows.target_rows_E, cache)
         ring_NW.index_copy_(0, windows.ring_rows, state_PW[-len(windows.ring_rows) :])
+
+    def prefill_shared(
+        self, state_EW: torch.Tensor, windows: SharedWindows, cache: CacheStorage
+    ) -> None:
+        """Take in the chunks of a step that ranks share; `state_EW`, the extended rows of state,
+        is overwritten. All ranks write the entries of all."""
+        state_EW += self._bias_RW.index_select(0, windows.phase_E)
+        ring_NW = cache.rows(self._ring, self._layer)
+        rows = windows.rows
+        source_NW = torch.cat([ring_NW.index_select(0, rows.halo_rows_H), state_EW])
+        entries = [
+            self._compress(source_NW.index_select(0, seen_N), first, self._norm_weight_D, rotation)
+            for seen_N, first, rotation in zip(
+                rows.seen, windows.first_windows, windows.rotations, strict=True
+            )
+        ]
+        if windows.most:
+            own_ED = (
+                torch.cat(entries)
+                if entries
+                else source_NW.new_empty(0, len(self._norm_weight_D), dtype=self._dtype)
+            )
+            self._write(windows.gathered(own_ED), windows.target_rows_E, cache)
+        ring_NW.index_copy_(0, rows.ring_rows_K, state_EW.index_select(0, rows.kept_K))
 
     def _add_bias(self, state_PW: torch.Tensor, phase: int) -> None:
         """To rows that follow each other, the first at a place in its window: whole windows at

@@ -12,6 +12,7 @@ from metainfer.nn.compressor import Compressor
 from metainfer.nn.indexer import Indexer
 from metainfer.nn.linear import dense_fp32
 from metainfer.nn.rows import Rows
+from metainfer.nn.share_index import ShareIndex
 from metainfer.nn.step_index import PrefillIndex, StepIndex
 
 States = tuple[torch.Tensor, ...]  # of the compressors, then (CSA) the head weights of the indexer
@@ -50,9 +51,13 @@ class Entries:
         self._sizes = sizes
         self._project = dense_fp32(build, names)
 
-    def project(self, x_TD: torch.Tensor) -> States:
-        """fp32 states of all rows of the step; their rows lie apart."""
-        return self._project(x_TD).split(self._sizes, dim=1)
+    def project(self, x_TD: torch.Tensor, shares: ShareIndex | None) -> States:
+        """fp32 states of all rows of the step, or of the extended ones where it is shared; their
+        rows lie apart."""
+        states_TW = self._project(x_TD)
+        if shares is not None:
+            states_TW = shares.windows[self._ratio].rows.extended(states_TW)
+        return states_TW.split(self._sizes, dim=1)
 
     def decode(
         self, states: States, q_rank: Rows, step: StepIndex, cache: CacheStorage
@@ -69,7 +74,18 @@ class Entries:
         rotation_TR2 = step.compressing_TR2[: step.decode.num_rows]
         return self.indexer.decode(q_rank, states[-1], rotation_TR2, windows, cache)
 
-    def prefill(
+    def take_in(self, states: States, step: StepIndex, cache: CacheStorage) -> None:
+        """Take in the chunks of all sequences that prefill, and write the entries that they
+        complete."""
+        for compressor, state_TW in zip(self._compressors, states, strict=False):
+            if step.shares is not None:
+                compressor.prefill_shared(state_TW, step.shares.windows[self._ratio], cache)
+                continue
+            for part in step.prefills:
+                assert part.chunk is not None
+                compressor.prefill(state_TW[part.rows], part.chunk.windows[self._ratio], cache)
+
+    def chosen(
         self,
         states: States,
         q_rank: Rows,
@@ -77,19 +93,17 @@ class Entries:
         step: StepIndex,
         cache: CacheStorage,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Take in the chunk of one sequence; returns its rows of Kind.ENTRIES and what of them each
-        row that attends attends to (as `attention.sparse_prefill` wants them)."""
-        windows = part.windows[self._ratio]
-        for compressor, state_TW in zip(self._compressors, states, strict=False):
-            compressor.prefill(state_TW[part.rows], windows, cache)
+        """Rows of Kind.ENTRIES of one sequence, whose chunk was taken in, and what of them each row
+        that attends attends to (as `attention.sparse_prefill` wants them)."""
+        entry_rows_E = part.entry_rows[self._ratio]
         if self.indexer is None or part.attending.start == part.attending.stop:
-            return windows.entry_rows_E, None
+            return entry_rows_E, None
         selected_PK = self.indexer.prefill(
             q_rank.part(part.queries),
             states[-1][part.attending],
             step.compressing_TR2[part.attending],
-            windows,
+            entry_rows_E,
             part.positions_P,
             cache,
         )
-        return windows.entry_rows_E, selected_PK
+        return entry_rows_E, selected_PK

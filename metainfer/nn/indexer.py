@@ -11,7 +11,7 @@ from metainfer.nn.builder import LayerBuilder
 from metainfer.nn.cache import CacheStorage
 from metainfer.nn.linear import linear
 from metainfer.nn.rows import Rows
-from metainfer.nn.step_index import DecodeWindows, PrefillWindows
+from metainfer.nn.step_index import DecodeWindows
 from metainfer.ops.index import DENSE, IndexCase, decode_case
 from metainfer.ops.index_codes import IndexEncodeCase
 from metainfer.ops.rope import RotateCase
@@ -69,16 +69,16 @@ class Indexer:
         q_rank: Rows,
         weights_PH: torch.Tensor,
         rotation_PR2: torch.Tensor,
-        windows: PrefillWindows,
+        entry_rows_E: torch.Tensor,
         positions_P: torch.Tensor,
         cache: CacheStorage,
     ) -> torch.Tensor | None:
         """int64 [P, K], numbers of the entries that each row of one sequence attends to, -1 where
         there is none; None where each attends to all that it sees."""
-        if len(windows.entry_rows_E) <= self._topk:
+        if len(entry_rows_E) <= self._topk:
             return None
         q = self._queries_of(q_rank, rotation_PR2)
-        entry_rows_1E = windows.entry_rows_E.unsqueeze(0)
+        entry_rows_1E = entry_rows_E.unsqueeze(0)
         keys = self._keys(cache)
         return self._choose(q, weights_PH, keys, entry_rows_1E, None, positions_P, None)
 

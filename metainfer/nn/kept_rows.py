@@ -22,8 +22,9 @@ from metainfer.ops.rope import NormRotateCase
 Latents: TypeAlias = Callable[
     [torch.Tensor, torch.Tensor, StepIndex, CacheStorage], list[torch.Tensor]
 ]
-"""(latent_TD, rotation_TR2, step, cache): norms and rotates the latents of all rows and writes them
-into the rings; returns for each prefill of the step what its rows see, [visible before | chunk]."""
+"""(latent_TD, rotation_TR2, step, cache): norms and rotates the latents of all rows (where the step
+is shared, of the extended ones) and writes them into the rings; returns for each prefill of the
+step what its rows see, [visible before | chunk]."""
 
 Writer: TypeAlias = Callable[[torch.Tensor, torch.Tensor, CacheStorage], None]
 """(x_ED, rows_E, cache): writes rows of a growing kind."""
@@ -68,25 +69,30 @@ class DenseLatents:
         cache: CacheStorage,
     ) -> list[torch.Tensor]:
         ring_ND = cache.rows(Kind.WINDOW, self._layer)
-        if self._write is not None and not step.prefills:
+        if self._write is not None and not step.prefills and step.shares is None:
             assert step.decode is not None
             rows_T = step.decode.ring_rows_T
             self._write(latent_TD, self._weight_D, rotation_TR2, ring_ND, rows_T)
             return []
         latent_T1D = self._norm_rotate(latent_TD.unsqueeze(1), self._weight_D, rotation_TR2)
         latent_TD = latent_T1D.squeeze(1).to(ring_ND.dtype)
+        if step.shares is not None:
+            rows = step.shares.latents
+            source_ND = torch.cat([ring_ND.index_select(0, rows.halo_rows_H), latent_TD])
+            ring_ND.index_copy_(0, rows.ring_rows_K, latent_TD.index_select(0, rows.kept_K))
+            return rows.of_readers(source_ND.to(self._dtype))
         if step.decode is not None:
             own_TD = latent_TD[: step.decode.num_rows] if step.prefills else latent_TD
             ring_ND.index_copy_(0, step.decode.ring_rows_T, own_TD)
         seen = []
         for part in step.prefills:
-            chunk_PD = latent_TD[part.rows]
-            if len(part.halo_rows):
-                halo = ring_ND.index_select(0, part.halo_rows)
-                seen.append(torch.cat([halo, chunk_PD]).to(self._dtype))
-            else:
-                seen.append(chunk_PD.contiguous().to(self._dtype))
-            ring_ND.index_copy_(0, part.ring_rows, chunk_PD[-len(part.ring_rows) :])
+            assert part.chunk is not None
+            halo_rows, ring_rows = part.chunk.halo_rows, part.chunk.ring_rows
+            chunk_PD = seen_ND = latent_TD[part.rows].contiguous()
+            if len(halo_rows):
+                seen_ND = torch.cat([ring_ND.index_select(0, halo_rows), chunk_PD])
+            seen.append(seen_ND.to(self._dtype))
+            ring_ND.index_copy_(0, ring_rows, chunk_PD[-len(ring_rows) :])
         return seen
 
 
@@ -117,10 +123,13 @@ class CodedLatents:
     ) -> list[torch.Tensor]:
         ring = cache.rows(Kind.WINDOW, self._layer)
         # The end of a chunk overwrites what lies before it.
-        halos = [
-            [self._read(ring, part.halo_rows)] if len(part.halo_rows) else []
-            for part in step.prefills
-        ]
+        if step.shares is not None:
+            rows = step.shares.latents
+            halo_HD = self._read(ring, rows.halo_rows_H)
+            args = self._weight_D, rotation_TR2, ring, step.shares.ring_rows_E
+            return rows.of_readers(torch.cat([halo_HD, self._write(latent_TD, *args)]))
+        halo_rows = [part.chunk.halo_rows for part in step.prefills if part.chunk is not None]
+        halos = [[self._read(ring, rows)] if len(rows) else [] for rows in halo_rows]
         latent_TD = self._write(latent_TD, self._weight_D, rotation_TR2, ring, step.ring_rows_T)
         return [
             torch.cat([*halo, latent_TD[part.rows]]) if halo else latent_TD[part.rows]

@@ -68,8 +68,7 @@ class Grouped:
         coded: whether it reads rows as codes.
     """
 
-    def __init__(self, build: LayerBuilder, prefix: str, groups: int, width: int) -> None:
-        weight = build.checkpoint.weight(prefix)
+    def __init__(self, build: LayerBuilder, weight: Weight, groups: int, width: int) -> None:
         weight_format, tensors, block = weight_tensors(weight)
         rows, columns = weight.shape
         shape = groups, rows // groups, columns
@@ -89,6 +88,11 @@ class Grouped:
         return self._run(x.plain.view(len(x.plain), self._groups, -1))
 
 
+def stacked_linear(build: LayerBuilder, prefixes: Sequence[str]) -> StackedLinear:
+    """The products with the matrices `prefixes`."""
+    return StackedLinear(build, [build.checkpoint.weight(prefix) for prefix in prefixes])
+
+
 class StackedLinear:
     """Products of one input with several matrices: a single one where their formats allow it.
 
@@ -96,8 +100,7 @@ class StackedLinear:
         coded: whether any reads rows as codes.
     """
 
-    def __init__(self, build: LayerBuilder, prefixes: Sequence[str]) -> None:
-        weights = [build.checkpoint.weight(prefix) for prefix in prefixes]
+    def __init__(self, build: LayerBuilder, weights: Sequence[Weight]) -> None:
         stacked = stack_rows(weights)
         kept = weights if stacked is None else [stacked]
         self._products = [Linear(build, weight) for weight in kept]

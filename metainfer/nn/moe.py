@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 
 from metainfer.arch.record import LayerArch, RouterKind
+from metainfer.arch.split import COLUMNS, ROWS
 from metainfer.nn.builder import LayerBuilder, weight_tensors
-from metainfer.nn.linear import StackedLinear, linear
+from metainfer.nn.linear import Linear, StackedLinear
 from metainfer.nn.rows import Rows, rounds
+from metainfer.nn.step_index import StepIndex
 from metainfer.ops.moe import (
     ExpertsCase,
     ExpertsFp8RowsCase,
@@ -15,15 +17,16 @@ from metainfer.ops.moe import (
     SwigluCase,
     SwigluFp8Case,
 )
+from metainfer.weights.formats import Weight, part_of
 
 
 class SharedExpert:
     """The expert that every row goes through; this rank's part of it."""
 
-    def __init__(self, build: LayerBuilder, prefix: str) -> None:
-        self._gate_up = StackedLinear(build, (f"{prefix}.w1", f"{prefix}.w3"))
-        self._down = linear(build, f"{prefix}.w2")
-        inner, limit = build.checkpoint.weight(f"{prefix}.w1").shape[0], build.arch.swiglu_limit
+    def __init__(self, build: LayerBuilder, w1: Weight, w2: Weight, w3: Weight) -> None:
+        self._gate_up = StackedLinear(build, (w1, w3))
+        self._down = Linear(build, w2)
+        inner, limit = w1.shape[0], build.arch.swiglu_limit
         if self._down.coded:
             assert build.rounding is not None
             coded_case = SwigluFp8Case(inner, limit, *build.rounding, build.dtype)
@@ -47,7 +50,7 @@ class MixtureOfExperts:
     def __init__(self, build: LayerBuilder, layer: LayerArch) -> None:
         arch = build.arch
         prefix = f"layers.{layer.index}.ffn"
-        self._group = build.group
+        self._placement, self._dtype = build.placement, build.compute_dtype
         self._hashes = layer.router is RouterKind.HASH
         route_case = RouteCase(
             arch.num_experts,
@@ -65,7 +68,7 @@ class MixtureOfExperts:
             bias = build.checkpoint.tensor(f"{prefix}.gate.bias")
             self._route = build.weighted("moe.route_learned", route_case, gate, bias)
         self._side_stream = build.side_stream
-        self._shared = SharedExpert(build, f"{prefix}.shared_experts")
+        self._by_heads, self._by_tokens = _shared_experts(build, f"{prefix}.shared_experts")
         self._bind_experts(build, f"{prefix}.experts")
 
     def _bind_experts(self, build: LayerBuilder, prefix: str) -> None:
@@ -88,36 +91,59 @@ class MixtureOfExperts:
             self._experts = build.weighted("moe.experts", case, *tensors)
 
     def __call__(
-        self, x: Rows, token_ids_T: torch.Tensor, padding_T1: torch.Tensor | None = None
+        self, x: Rows, token_ids_T: torch.Tensor, step: StepIndex
     ) -> tuple[torch.Tensor, ...]:
-        """
-        Args:
-            padding_T1: bool, rows that need no expert; None where there is none.
-        """
+        shared = self._by_heads if step.shares is None else self._by_tokens
+        assert shared is not None
         if self._side_stream is None:
-            y_TD = self._routed(x, token_ids_T, padding_T1)
-            return self._summed(y_TD, self._shared(x))
+            y_TD = self._routed(x, token_ids_T, step)
+            return self._summed(y_TD, shared(x), step)
         main = torch.cuda.current_stream()
         self._side_stream.wait_stream(main)
         with torch.cuda.stream(self._side_stream):
-            shared_TD = self._shared(x)
-        y_TD = self._routed(x, token_ids_T, padding_T1)
+            shared_TD = shared(x)
+        y_TD = self._routed(x, token_ids_T, step)
         # All that either stream reads is held until here, so memory is not used again too early.
         main.wait_stream(self._side_stream)
-        return self._summed(y_TD, shared_TD)
+        return self._summed(y_TD, shared_TD, step)
 
-    def _summed(self, y_TD: torch.Tensor, shared_TD: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        if self._group.size == 1:
+    def _summed(
+        self, y_TD: torch.Tensor, shared_TD: torch.Tensor, step: StepIndex
+    ) -> tuple[torch.Tensor, ...]:
+        side = self._placement.by_heads
+        if step.shares is not None:
+            assert self._placement.by_tokens is not None
+            side = self._placement.by_tokens
+        elif side.heads.size == 1:
             return y_TD, shared_TD
-        return (self._group.all_reduce((y_TD + shared_TD).to(shared_TD.dtype)),)
+        return (side.heads.all_reduce((y_TD + shared_TD).to(shared_TD.dtype)),)
 
-    def _routed(
-        self, x: Rows, token_ids_T: torch.Tensor, padding_T1: torch.Tensor | None
-    ) -> torch.Tensor:
-        """fp32 y_TD of the routed experts."""
+    def _routed(self, x: Rows, token_ids_T: torch.Tensor, step: StepIndex) -> torch.Tensor:
+        """y_TD of the routed experts: fp32, of this rank's part of them; or of all of them in the
+        compute dtype, where rows are shared."""
         hashed = (token_ids_T,) if self._hashes else ()
         # `moe.experts` has no word for rows of padding.
-        padding_T1 = padding_T1 if self._coded else None
+        padding_T1 = step.padding_T1 if self._coded else None
         ids_TK, weights_TK = self._route(x.plain, *hashed, padding_T1)
         inputs = x.coded if self._coded else (x.plain,)
-        return self._experts(*inputs, ids_TK, weights_TK)
+        if step.shares is None:
+            y_TD: torch.Tensor = self._experts(*inputs, ids_TK, weights_TK)
+            return y_TD
+        partial_TD = self._experts(*step.shares.gather_rows(*inputs, ids_TK, weights_TK))
+        return step.shares.scatter_sums(partial_TD.to(self._dtype), len(ids_TK))
+
+
+def _shared_experts(build: LayerBuilder, prefix: str) -> tuple[SharedExpert, SharedExpert | None]:
+    """By heads, and by tokens, where there are such steps: then the first has some of the inner
+    channels of the second."""
+    w1, w2, w3 = (
+        build.checkpoint.weight(f"{prefix}.{name}").to(build.device) for name in ("w1", "w2", "w3")
+    )
+    by_tokens = build.placement.by_tokens
+    if by_tokens is None:
+        return SharedExpert(build, w1, w2, w3), None
+    part = by_tokens.rows.rank, by_tokens.rows.size
+    whole = SharedExpert(build, w1, w2, w3)
+    with build.again():
+        w1, w3 = part_of(w1, ROWS, *part), part_of(w3, ROWS, *part)
+        return SharedExpert(build, w1, part_of(w2, COLUMNS, *part), w3), whole

@@ -5,21 +5,23 @@ from __future__ import annotations
 import torch
 
 from metainfer.nn.builder import LayerBuilder
-from metainfer.nn.linear import Grouped, linear
+from metainfer.nn.linear import Grouped, Linear
 from metainfer.nn.rows import Rounded, Rows
 from metainfer.ops.quantise import QuantiseFp8Case
 from metainfer.ops.rope import RotateCase
+from metainfer.weights.formats import Weight
 
 
 class AttentionOutputs:
     """out_THD of this rank's heads -> this rank's part of y_TD in the compute dtype."""
 
-    def __init__(self, build: LayerBuilder, prefix: str, heads: int) -> None:
+    def __init__(self, build: LayerBuilder, first: Weight, second: Weight, heads: int) -> None:
+        """`first`: of the output groups of `heads` heads; `second`: the columns that read them."""
         arch = build.arch
         widths = heads, arch.head_dim
-        groups = arch.o_groups // build.group.size
-        self._first = Grouped(build, f"{prefix}.wo_a", groups, arch.head_dim)
-        self._second = linear(build, f"{prefix}.wo_b")
+        groups = first.shape[0] // arch.o_lora_rank
+        self._first = Grouped(build, first, groups, arch.head_dim)
+        self._second = Linear(build, second)
         self._between = Rounded(build, groups * arch.o_lora_rank, coded=self._second.coded)
         if self._first.coded:
             assert build.rounding is not None

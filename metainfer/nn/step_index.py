@@ -9,19 +9,11 @@ a prefill sequence that attend, W in `wanted_rows_W` rows that go on.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import dataclass
 
 import torch
 
-from metainfer.arch.cache_kinds import BLOCK_TOKENS, spans
-from metainfer.nn.builder import LayerBuilder
-from metainfer.nn.inputs import DecodeInputs, StepInputs
-from metainfer.nn.ring_rows import Chunk, Ring, RingRows, ring_rows
-from metainfer.nn.rotary import compressing_table, sliding_table
-from metainfer.ops.step import StepIndexCase, Windows
-
-_NUMBERS = 6  # results of `step.index_decode` for each ratio
+from metainfer.nn.share_index import ShareIndex
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +69,7 @@ class PrefillWindows:
         num_closed: windows that close in the chunk, from `first_window` on.
         used_rows: rows of [halo | chunk] that these windows (and the one before) take up.
         rotation_ER2: at the first token of each window that closes.
-        entry_rows_E: cache rows of all entries of the sequence, the new ones included.
+        target_rows_E: cache rows where the entries of these go.
     """
 
     halo_rows: torch.Tensor
@@ -87,7 +79,24 @@ class PrefillWindows:
     num_closed: int
     used_rows: int
     rotation_ER2: torch.Tensor
-    entry_rows_E: torch.Tensor
+    target_rows_E: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRows:
+    """What the chunk of one prefill sequence reads of rings and writes, where it is one rank's.
+
+    Attributes:
+        halo_rows: window ring rows of the positions before `start` that are visible.
+        ring_rows_P: window ring row of each row, -1 for those that do not stay.
+        ring_rows: those of the last rows, which do.
+        windows: by ratio.
+    """
+
+    halo_rows: torch.Tensor
+    ring_rows_P: torch.Tensor
+    ring_rows: torch.Tensor
+    windows: dict[int, PrefillWindows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,26 +104,23 @@ class PrefillIndex:
     """One prefill sequence of a step.
 
     Attributes:
-        rows: its rows in the step.
+        rows: its rows in the step (of those of this rank, where the step is shared).
         attending: those of them that attend: all, but in the last layer.
         queries: the same rows among all rows of the step that attend.
         positions_P: of each row that attends.
-        halo_rows: window ring rows of the positions before `start` that are visible.
-        latent_rows_P: place of each row that attends in [halo | chunk].
-        ring_rows_P: window ring row of each row, -1 for those that do not stay.
-        ring_rows: those of the last rows, which do.
-        windows: by ratio.
+        latent_rows_P: place of each row that attends among the latents that its sequence's rows
+            see: in [halo | chunk] where the chunk is one rank's.
+        entry_rows: by ratio, cache rows of all entries of the sequence, the new ones included.
+        chunk: None where the step is shared.
     """
 
     rows: slice
     attending: slice
     queries: slice
     positions_P: torch.Tensor
-    halo_rows: torch.Tensor
     latent_rows_P: torch.Tensor
-    ring_rows_P: torch.Tensor
-    ring_rows: torch.Tensor
-    windows: dict[int, PrefillWindows]
+    entry_rows: dict[int, torch.Tensor]
+    chunk: ChunkRows | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +137,8 @@ class StepIndex:
     wanted_rows_W: int64, rows that attend and go on; None for all. All rows are written to the
         caches in any case.
     padding_T1: bool, which rows are padding; None where none is.
+    shares: None where each rank computes all rows; else all above is of this rank's rows alone,
+        and how they come together is here.
     """
 
     token_ids_T: torch.Tensor
@@ -142,247 +150,8 @@ class StepIndex:
     prefills: tuple[PrefillIndex, ...]
     wanted_rows_W: torch.Tensor | None = None
     padding_T1: torch.Tensor | None = None
+    shares: ShareIndex | None = None
 
     def wanted(self, rows_T: torch.Tensor) -> torch.Tensor:
         """Of something of all rows that of those which go on."""
         return rows_T if self.wanted_rows_W is None else rows_T.index_select(0, self.wanted_rows_W)
-
-
-class StepIndexer:
-    """Computes the StepIndex of each step; keeps constant tensors only.
-
-    `index` makes lists as short as the step allows; `index_decode` reads nothing on the host.
-    """
-
-    def __init__(self, build: LayerBuilder, draft_rows: int) -> None:
-        arch, device = build.arch, build.device
-        self._device = device
-        self._window = arch.sliding_window
-        self._window_ring = arch.sliding_window + draft_rows
-        # Tokens that one entry mixes, by ratio; the compressor's rings hold as many.
-        self._spans = spans(arch)
-        self._draft_rows = draft_rows
-        self._sliding = sliding_table(arch, device)
-        self._compressing = compressing_table(arch, device)
-        self._back_W = torch.arange(1 - arch.sliding_window, 1, device=device)
-        self._offsets = {
-            ratio: torch.arange(BLOCK_TOKENS // ratio, device=device) for ratio in self._spans
-        }
-        self._back_S = {
-            ratio: torch.arange(1 - span, 1, device=device) for ratio, span in self._spans.items()
-        }
-        windows = tuple(Windows(ratio, span) for ratio, span in self._spans.items())
-        case = StepIndexCase(arch.sliding_window, windows, arch.rope_head_dim, BLOCK_TOKENS)
-        self._index_rows = build.kernel("step.index_decode", case)
-
-    def index(self, inputs: StepInputs) -> StepIndex:
-        starts = inputs.row_starts
-        lengths = [stop - start for start, stop in pairwise(starts)]
-        ends = [before + rows for before, rows in zip(inputs.computed, lengths, strict=True)]
-        end = max(ends)
-        positions_T = inputs.positions_T
-        decoding = inputs.num_decode_sequences
-        decode = self._decode(inputs, ends[:decoding]) if decoding else None
-        prefilling = range(decoding, inputs.num_sequences)
-        chunks = [
-            Chunk(inputs.slots[n], inputs.computed[n], ends[n], self._rings(inputs.computed[n]))
-            for n in prefilling
-        ]
-        of_rings = ring_rows(chunks, self._device)
-        prefills = tuple(
-            self._prefill(inputs, sequence, ends[sequence], rows)
-            for sequence, rows in zip(prefilling, of_rings, strict=True)
-        )
-        written = [] if decode is None else [decode.ring_rows_T]
-        written += [part.ring_rows_P for part in prefills]
-        decode_positions_T = positions_T[: inputs.num_decode_rows]
-        return StepIndex(
-            token_ids_T=inputs.token_ids_T,
-            sliding_TR2=self._sliding.rows(positions_T, end),
-            compressing_TR2=self._compressing.rows(positions_T, end),
-            # Those of decode rows lie apart.
-            ring_rows_T=written[0] if decode is None and len(written) == 1 else torch.cat(written),
-            phase_T={ratio: decode_positions_T % ratio for ratio in self._spans if decoding},
-            decode=decode,
-            prefills=prefills,
-        )
-
-    @staticmethod
-    def last_layer(step: StepIndex, inputs: StepInputs) -> StepIndex:
-        """`step` for the last layer, after which nothing is read but the rows that are wanted."""
-        if inputs.wanted_counts is None:
-            return step
-        prefills = []
-        place = inputs.num_decode_rows
-        counts = inputs.wanted_counts[inputs.num_decode_sequences :]
-        for part, count in zip(step.prefills, counts, strict=True):
-            skipped = part.rows.stop - part.rows.start - count
-            prefills.append(
-                replace(
-                    part,
-                    attending=slice(part.rows.stop - count, part.rows.stop),
-                    queries=slice(place, place + count),
-                    positions_P=part.positions_P[skipped:],
-                    latent_rows_P=part.latent_rows_P[skipped:],
-                )
-            )
-            place += count
-        return replace(step, prefills=tuple(prefills), wanted_rows_W=inputs.wanted_rows_W)
-
-    def _decode(self, inputs: StepInputs, ends: list[int]) -> DecodeIndex:
-        """The rows of the decoding sequences, which go up to the positions `ends`."""
-        rows = inputs.num_decode_rows
-        positions_T1 = inputs.positions_T[:rows].unsqueeze(1)
-        sequence_T = inputs.sequence_T[:rows]
-        slots_T1 = inputs.state_slots_B.index_select(0, sequence_T).unsqueeze(1)
-        window_rows_TW = _ring_rows(slots_T1, positions_T1 + self._back_W, self._window_ring)
-        return DecodeIndex(
-            num_rows=rows,
-            ring_rows_T=window_rows_TW[:, -1],
-            window_rows_TW=window_rows_TW,
-            windows={
-                ratio: self._decode_windows(inputs, ratio, positions_T1, slots_T1, ends)
-                for ratio in self._spans
-            },
-        )
-
-    def _decode_windows(
-        self,
-        inputs: StepInputs,
-        ratio: int,
-        positions_T1: torch.Tensor,
-        slots_T1: torch.Tensor,
-        ends: list[int],
-    ) -> DecodeWindows:
-        ring = self._spans[ratio] + self._draft_rows
-        num_entries = max(ends) // ratio
-        seen_T1 = (positions_T1 + 1) // ratio
-        is_open_T1 = seen_T1 * ratio != positions_T1 + 1
-        closing_TS = _ring_rows(slots_T1, positions_T1 + self._back_S[ratio], ring)
-        window_T1 = positions_T1 // ratio
-        target_T1 = torch.full_like(window_T1, -1)
-        entry_rows_TE = None
-        if num_entries:
-            tables_TM = inputs.block_table_BM.index_select(
-                0, inputs.sequence_T[: len(positions_T1)]
-            )
-            entry_rows_TE = self._entry_rows(tables_TM, ratio, num_entries)
-            # Windows behind the last entry are open.
-            target_T1 = entry_rows_TE.gather(1, window_T1.clamp(max=num_entries))
-            entry_E = torch.arange(num_entries + 1, device=self._device)
-            entry_rows_TE = entry_rows_TE.masked_fill_(entry_E >= seen_T1, -1)
-        return DecodeWindows(
-            ring_rows_T=(slots_T1 * ring + positions_T1 % ring).squeeze(1),
-            closing_TS=closing_TS.masked_fill_(is_open_T1, -1),
-            target_rows_T=target_T1.masked_fill_(is_open_T1, -1).squeeze(1),
-            rotation_TR2=self._compressing.rows((window_T1 * ratio).squeeze(1), max(ends)),
-            num_entries=num_entries,
-            entry_rows_TE=entry_rows_TE,
-        )
-
-    def index_decode(self, inputs: DecodeInputs) -> StepIndex:
-        """The index of decode rows in shapes that depend on those of `inputs` alone."""
-        sliding_TR2, compressing_TR2, ring_rows_T, window_rows_TW, *of_ratios = self._index_rows(
-            inputs.positions_T,
-            inputs.slots_T,
-            inputs.tables_NM,
-            self._draft_rows,
-            self._sliding.parts,
-            self._compressing.parts,
-        )
-        phase_T: dict[int, torch.Tensor] = {}
-        windows: dict[int, DecodeWindows] = {}
-        for place, ratio in enumerate(self._spans):
-            phase_T[ratio], rows_T, closing_TS, target_T, rotation_TR2, entry_rows_TE = of_ratios[
-                place * _NUMBERS : (place + 1) * _NUMBERS
-            ]
-            windows[ratio] = DecodeWindows(
-                ring_rows_T=rows_T,
-                closing_TS=closing_TS,
-                target_rows_T=target_T,
-                rotation_TR2=rotation_TR2,
-                num_entries=entry_rows_TE.shape[1] - 1,
-                entry_rows_TE=entry_rows_TE,
-            )
-        return StepIndex(
-            token_ids_T=inputs.token_ids_T,
-            sliding_TR2=sliding_TR2,
-            compressing_TR2=compressing_TR2,
-            ring_rows_T=ring_rows_T,
-            phase_T=phase_T,
-            decode=DecodeIndex(len(ring_rows_T), ring_rows_T, window_rows_TW, windows),
-            prefills=(),
-            padding_T1=inputs.positions_T.unsqueeze(1) < 0 if inputs.may_pad else None,
-        )
-
-    def _rings(self, start: int) -> list[Ring]:
-        """Of a chunk from `start` on: that of the window, and by ratio those of compressors."""
-        return [
-            Ring(self._window_ring, self._halo_start(start)),
-            *(
-                Ring(span + self._draft_rows, start // ratio * ratio - (span - ratio))
-                for ratio, span in self._spans.items()
-            ),
-        ]
-
-    def _halo_start(self, start: int) -> int:
-        """The first position that the row at `start` sees."""
-        return max(0, start - self._window + 1)
-
-    def _prefill(
-        self, inputs: StepInputs, sequence: int, end: int, of_rings: list[RingRows]
-    ) -> PrefillIndex:
-        """`of_rings`: as `_rings` lists them."""
-        rows = slice(inputs.row_starts[sequence], inputs.row_starts[sequence + 1])
-        window, *others = of_rings
-        halo_start = self._halo_start(inputs.computed[sequence])
-        positions_P = inputs.positions_T[rows]
-        return PrefillIndex(
-            rows=rows,
-            attending=rows,
-            queries=rows,
-            positions_P=positions_P,
-            halo_rows=window.halo,
-            latent_rows_P=positions_P - halo_start if halo_start else positions_P,
-            ring_rows_P=window.rows_P,
-            ring_rows=window.kept,
-            windows={
-                ratio: self._prefill_windows(inputs, sequence, ratio, end, rows)
-                for ratio, rows in zip(self._spans, others, strict=True)
-            },
-        )
-
-    def _prefill_windows(
-        self, inputs: StepInputs, sequence: int, ratio: int, end: int, rows: RingRows
-    ) -> PrefillWindows:
-        span, start = self._spans[ratio], inputs.computed[sequence]
-        first_window = start // ratio
-        num_closed = end // ratio - first_window
-        first_tokens_E = torch.arange(
-            first_window * ratio, end // ratio * ratio, ratio, device=self._device
-        )
-        table_1M = inputs.block_table_BM[sequence : sequence + 1]
-        return PrefillWindows(
-            halo_rows=rows.halo,
-            ring_rows=rows.kept,
-            phase=start % ratio,
-            first_window=first_window,
-            num_closed=num_closed,
-            used_rows=num_closed * ratio + span - ratio,
-            rotation_ER2=self._compressing.rows(first_tokens_E, end),
-            entry_rows_E=self._entry_rows(table_1M, ratio, end // ratio)[0, :-1],
-        )
-
-    def _entry_rows(self, table_BM: torch.Tensor, ratio: int, num_entries: int) -> torch.Tensor:
-        """Cache rows of the entries 0 .. E - 1 of each block table, then a column of -1."""
-        per_block = BLOCK_TOKENS // ratio
-        blocks = -(-num_entries // per_block)
-        rows_BMO = (table_BM[:, :blocks] * per_block).unsqueeze(2) + self._offsets[ratio]
-        rows_BE = rows_BMO.flatten(1)[:, :num_entries]
-        return torch.nn.functional.pad(rows_BE, (0, 1), value=-1)
-
-
-def _ring_rows(slots_T1: torch.Tensor, positions_TW: torch.Tensor, ring: int) -> torch.Tensor:
-    """Ring rows of the positions, -1 for negative ones."""
-    rows_TW = slots_T1 * ring + positions_TW % ring
-    return rows_TW.masked_fill_(positions_TW < 0, -1)

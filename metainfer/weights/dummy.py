@@ -40,6 +40,7 @@ class DummyCheckpoint(Checkpoint):
         seed: int = 0,
         rank: int = 0,
         size: int = 1,
+        context: int = 1,
         on_progress: LoadProgress | None = None,
     ) -> None:
         """Raises UserError if `size` ranks cannot divide the model."""
@@ -50,7 +51,8 @@ class DummyCheckpoint(Checkpoint):
             name: TensorEntry(name, spec.dtype.value, spec.shape, place, 0, spec.nbytes)
             for name, spec in self._specs.items()
         }
-        super().__init__(CheckpointIndex(place, entries, ()), arch, rank, size, on_progress)
+        index = CheckpointIndex(place, entries, ())
+        super().__init__(index, arch, rank, size, on_progress, context)
         self._device = torch.device(device)
         self._seed = seed
         self._values = RandomTensors(arch, seed)

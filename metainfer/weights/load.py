@@ -12,7 +12,7 @@ import torch
 
 from metainfer.arch.manifest import MTP_PREFIX
 from metainfer.arch.record import Arch
-from metainfer.arch.split import check_split, rank_shape, rank_share, split_dimension
+from metainfer.arch.split import check_split, division, rank_shape, rank_share, split_dimension
 from metainfer.core.errors import CheckpointError
 from metainfer.weights.formats import DenseWeight, Fp4GroupWeight, Fp8BlockWeight, Weight
 from metainfer.weights.index import CheckpointIndex, TensorEntry
@@ -50,11 +50,13 @@ class Checkpoint:
         rank: int,
         size: int,
         on_progress: LoadProgress | None = None,
+        context: int = 1,
     ) -> None:
         self.index = index
         self.arch = arch
         self.rank = rank
         self.size = size
+        self.context = context
         self._mapped: dict[Path, torch.Tensor] = {}
         self._on_progress = on_progress
         self._handed_out: set[str] = set()
@@ -71,12 +73,14 @@ class Checkpoint:
         *,
         rank: int = 0,
         size: int = 1,
+        context: int = 1,
         on_progress: LoadProgress | None = None,
         more_layers: bool = False,
     ) -> Checkpoint:
         """Check all files against `arch`, and read nothing else yet.
 
         Args:
+            context: see `arch.split.division`.
             more_layers: the files may hold layers after the last one of `arch`, which is cut.
             on_progress: called whenever a tensor was first handed out, with the bytes so far and
                 those of all tensors that a model uses (whole ones, whatever this rank takes of
@@ -91,7 +95,7 @@ class Checkpoint:
         if more_layers:
             index = _without_later_layers(index, arch.num_layers)
         require_no_problems(index.directory, arch, find_problems(index, arch))
-        return cls(index, arch, rank, size, on_progress)
+        return cls(index, arch, rank, size, on_progress, context)
 
     @property
     def unused(self) -> tuple[str, ...]:
@@ -112,8 +116,9 @@ class Checkpoint:
             if self._on_progress is not None:
                 self._on_progress(self._bytes_done, self._bytes_in_all)
         dimension = split_dimension(name)
-        if dimension is not None and self.size > 1:
-            first, share = rank_share(whole.shape[dimension], self.rank, self.size)
+        part, parts = division(name, self.rank, self.size, self.context)
+        if dimension is not None and parts > 1:
+            first, share = rank_share(whole.shape[dimension], part, parts)
             whole = whole.narrow(dimension, first, share).contiguous()
         if fresh:
             self.bytes_taken += whole.nbytes
@@ -189,7 +194,7 @@ class Checkpoint:
         """One tensor of all experts `ids`, [E, ...]."""
         names = [f"{prefix}.{expert}.{suffix}" for expert in ids]
         first = self._entry(names[0])
-        shape = rank_shape(names[0], first.shape, self.size)
+        shape = rank_shape(names[0], first.shape, self.size, self.context)
         dtype = TORCH_DTYPES[first.dtype]
         stack = torch.empty((len(names), *shape), dtype=dtype, device=device)
         for slot, name in enumerate(names):

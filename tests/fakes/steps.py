@@ -41,11 +41,12 @@ def load_model(
     activations: str = "plain",
     caches: CacheFormats = FP32_CACHES,
     group: Group | None = None,
+    context: int = 1,
 ) -> DeepseekV4:
     """The checkpoint in `directory` on the CPU, as a rank of `group`, with the backends of this
     package or of `registry`."""
     group = group or Solo()
-    opened = Checkpoint.open(directory, arch, rank=group.rank, size=group.size)
+    opened = Checkpoint.open(directory, arch, rank=group.rank, size=group.size, context=context)
     with opened as checkpoint:
         return DeepseekV4(
             arch,
@@ -54,6 +55,7 @@ def load_model(
             target=Target("cpu"),
             kernel_order=kernel_order,
             group=group,
+            context=context,
             device=CPU,
             compute_dtype=compute_dtype,
             stream_dtype=stream_dtype,

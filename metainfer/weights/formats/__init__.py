@@ -3,8 +3,7 @@
 from metainfer.weights.formats.dense import DenseWeight
 from metainfer.weights.formats.fp4_group import Fp4GroupWeight, encode_fp4_group
 from metainfer.weights.formats.fp8_block import Fp8BlockWeight, encode_fp8_block
-
-Weight = DenseWeight | Fp8BlockWeight | Fp4GroupWeight
+from metainfer.weights.formats.parts import Weight, part_of
 
 __all__ = [
     "DenseWeight",
@@ -13,4 +12,5 @@ __all__ = [
     "Weight",
     "encode_fp4_group",
     "encode_fp8_block",
+    "part_of",
 ]
