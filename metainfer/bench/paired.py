@@ -11,6 +11,7 @@ from metainfer.arch.record import Arch
 from metainfer.bench.paired_settings import A, B, PairedLoad
 from metainfer.bench.record import table
 from metainfer.bench.stages import StagesRun
+from metainfer.bench.stages_report import not_cold_lines
 from metainfer.bench.stages_report import record as stages_record
 from metainfer.bench.statistics_paired import paired_effect
 from metainfer.core.errors import UserError
@@ -80,4 +81,5 @@ def text_report(made: Mapping[str, Any]) -> str:
         f"{made['model']}: {made['arch']['layers']} layers; {made['rounds']} pairs, interleaved,"
         f" order alternating; {cached} prompt tokens cached"
     )
+    lines += not_cold_lines(made)
     return "\n".join(lines)

@@ -208,11 +208,7 @@ def _remarks(made: Mapping[str, Any]) -> list[str]:
             lines.append(f"{name}: {compiled} kernels were compiled while requests waited")
         lines += [f"{name}, {work}: {why}" for work, why in side["missing"].items()]
         lines += _positions(name, side["receipt"].get("positions"))
-    lines += [
-        f"NOT COLD: {one['side']}, {one['work']}: {one['cached_tokens']:,} prompt tokens came from"
-        " a cache"
-        for one in made.get("not_cold", ())
-    ]
+    lines += not_cold_lines(made)
     pattern = made["pattern"]
     if pattern:
         lines.append(
@@ -246,6 +242,15 @@ def wrong_positions(made: Mapping[str, Any]) -> int:
     """Results of all sides that the references do not confirm."""
     receipts = (side["receipt"] for side in made["sides"].values())
     return sum(len((receipt.get("positions") or {"wrong": ()})["wrong"]) for receipt in receipts)
+
+
+def not_cold_lines(made: Mapping[str, Any]) -> list[str]:
+    """Sentences that name work whose rate is none of prefill."""
+    return [
+        f"NOT COLD: {one['side']}, {one['work']}: {one['cached_tokens']:,} prompt tokens came from"
+        " a cache"
+        for one in made.get("not_cold", ())
+    ]
 
 
 def _not_cold(made: Mapping[str, Any]) -> list[tuple[str, str, int]]:

@@ -31,7 +31,7 @@ def run(
     machine = json.loads(ready.machine.to_json())
     made = record(measured, load, load.model or SHIPPED_MODEL, ready.arch, machine)
     report(terminal, results, made, place, text_report, _draw)
-    return 0
+    return 1 if made["not_cold"] else 0
 
 
 def _draw(made: Mapping[str, Any]) -> bytes:

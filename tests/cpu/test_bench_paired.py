@@ -94,6 +94,25 @@ def test_the_record_tells_the_effect_of_each_work() -> None:
     assert {"pairs-0", "mean-1", "interval-1"} <= ids
 
 
+def test_work_that_a_cache_served_is_marked() -> None:
+    measured = run(3, 3)
+    turns = [dict(turn) for turn in measured.sides[B].turns["prefill 1024"]]
+    turns[1]["cached_tokens"] = 128
+    measured.sides[B].turns["prefill 1024"] = turns
+    made = record(measured, PairedLoad(a="adapted", b="tuned"), "tiny", tiny_arch(), MACHINE)
+    assert "NOT COLD: B, prefill 1024: 128 prompt tokens came from a cache" in text_report(made)
+
+
+def test_a_cache_that_serves_costs_the_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = run(3, 3)
+    measured.sides[A].turns["decode batch 1"][0]["cached_tokens"] = 1
+    monkeypatch.setattr("metainfer.bench.stages.measure", lambda *_: measured)
+    ran = metainfer("bench", "paired", "--device", "cpu", "--a", "adapted", "--b", "tuned")
+    assert (ran.code, "NOT COLD: A, decode batch 1" in ran.out) == (1, True), ran.err
+
+
 def test_what_gives_no_effect_is_refused() -> None:
     load = PairedLoad(a="adapted", b="tuned")
     with pytest.raises(UserError, match="time for 1 pairs"):
