@@ -32,6 +32,7 @@ from metainfer.ops.hc import ExpandMixFp8Case
 
 _STREAMS = 4
 _STEP = 32  # channels of all streams that are expanded and multiplied at a time
+_MOST_ROWS = 32  # of a tile: more do not fit in registers
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -282,11 +283,12 @@ def _expanded(
     rows, hyper = len(streams_TSD), case.hyper
     step = hc.step_of(hyper, _STEP)
     tiles = hc.tiles_of(rows, hyper.width, step, hc.SLICES, _STREAMS)
+    height = min(tiles.rows, _MOST_ROWS)
     columns = hc.columns_of(hyper.mixes, 1)
     partials_TPN = streams_TSD.new_empty(rows, tiles.splits, columns, dtype=torch.float32)
     launch(
         expand_partials,
-        (cdiv(rows, tiles.rows), tiles.splits),
+        (cdiv(rows, height), tiles.splits),
         streams_TSD,
         y_TD,
         more_TD,
@@ -297,14 +299,14 @@ def _expanded(
         y_TD.stride(0),
         0 if more_TD is None else more_TD.stride(0),
         rows,
-        num_warps=tiles.warps if tiles.rows <= 16 else 2 * tiles.warps,
+        num_warps=tiles.warps if height <= 16 else 2 * tiles.warps,
         num_stages=tiles.stages,
         D=hyper.width,
         M=hyper.mixes,
         SPLITS=tiles.splits,
         DS=tiles.slice,
         EVEN=tiles.even,
-        BM=tiles.rows,
+        BM=height,
         BN=columns,
         BK=tiles.channels,
         PARTS=len(weights.parts_PMK),
