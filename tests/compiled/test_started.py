@@ -174,19 +174,19 @@ def test_arguments_in_unusual_places_go_to_triton(gpu: NoGpu) -> None:
 
 
 class StartingDriver(NotedDriver):
-    """Notes what would be started: function, grid, and the numbers."""
+    """Notes what would be started: function, grid, and the packed numbers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.started: list[tuple[int, tuple[int, ...], list[Any]]] = []
+        self.started: list[tuple[int, tuple[int, ...], bytes]] = []
 
     def enter(self, device: int) -> None:
         pass
 
     def launch(
-        self, function: int, grid: Any, threads: int, shared: int, stream: int, values: Any
+        self, function: int, grid: Any, threads: int, shared: int, stream: int, values: bytes
     ) -> None:
-        self.started.append((function, grid, [value.value for value in values]))
+        self.started.append((function, grid, values))
 
 
 def test_code_of_older_gpus_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from types import SimpleNamespace
 from typing import Any
 
@@ -182,14 +183,15 @@ def test_starts_go_to_the_current_stream_and_are_counted_once(
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: streams[0])
     unit = SimpleNamespace(name="scores", facts=lambda: {"N": "is 1"})
     monkeypatch.setattr(portable, "unit_of", lambda *_: (made, ()))
-    monkeypatch.setattr(portable, "load", lambda *_: Loaded(77, (), 128, 0))
+    monkeypatch.setattr(portable, "load", lambda *_: Loaded(77, struct.Struct(""), 128, 0))
     made = _Hashed(unit)
     compilations = Compilations()
     launch = launcher("sm_89", compilations)
     assert launch is not None
-    launch(None, (1,))
+    kernel = SimpleNamespace(params=[], arg_names=[])
+    launch(kernel, (1,))
     streams.reverse()
-    launch(None, (1,))
+    launch(kernel, (1,))
     assert gpu.started == [(77, 5), (77, 6)]
     assert (compilations.in_warm_up, compilations.in_service) == (1, 0)
 
@@ -199,3 +201,4 @@ class _Hashed:
 
     def __init__(self, unit: SimpleNamespace) -> None:
         self.name, self.facts = unit.name, unit.facts
+        self.runtime_places = ()

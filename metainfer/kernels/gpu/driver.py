@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any
 
 from metainfer.core.errors import MetainferError
+
+PARAMETER_BYTES = 8
+"""Room of each number that a function is given."""
 
 _LIBRARY = "libcuda.so.1"
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -79,10 +81,13 @@ class Driver:
         threads: int,
         shared_bytes: int,
         stream: int,
-        values: Sequence[Any],
+        values: bytes,
     ) -> None:
-        """Start `function` on `stream`; the driver copies the C numbers in `values` at once."""
-        places = (_pointer * len(values))(*(ctypes.addressof(value) for value in values))
+        """Start `function` on `stream`; the driver copies the C numbers in `values`, one in each
+        `PARAMETER_BYTES`, at once."""
+        at = ctypes.cast(ctypes.c_char_p(values), _pointer).value or 0
+        count = len(values) // PARAMETER_BYTES
+        places = (_pointer * count)(*range(at, at + len(values), PARAMETER_BYTES))
         code = self._cuda.cuLaunchKernel(
             _pointer(function), *grid, threads, 1, 1, shared_bytes, _pointer(stream), places, None
         )

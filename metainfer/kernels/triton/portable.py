@@ -8,8 +8,9 @@ code on the GPU that runs it.)
 
 from __future__ import annotations
 
-import ctypes
 import re
+import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ import torch
 
 from metainfer.core.errors import MetainferError
 from metainfer.kernels.gpu.compilations import Compilations
-from metainfer.kernels.gpu.driver import Driver
+from metainfer.kernels.gpu.driver import PARAMETER_BYTES, Driver
 from metainfer.kernels.gpu.program import CudaKernel
 from metainfer.kernels.gpu.run import Programs
 from metainfer.kernels.triton.launch import Grid, shared_limit
@@ -27,19 +28,21 @@ from metainfer.ops.targets import check_portable
 
 _THREADS_PER_WARP = 32
 _PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.([a-z]+)(\d+)[^,)]*")
+_POINTER = "Q"
 _NUMBERS = {
-    "i8": ctypes.c_int8,
-    "u8": ctypes.c_uint8,
-    "u1": ctypes.c_uint8,
-    "i16": ctypes.c_int16,
-    "u16": ctypes.c_uint16,
-    "i32": ctypes.c_int32,
-    "u32": ctypes.c_uint32,
-    "i64": ctypes.c_int64,
-    "u64": ctypes.c_uint64,
-    "fp32": ctypes.c_float,
-    "fp64": ctypes.c_double,
+    "i8": "b",
+    "u8": "B",
+    "u1": "B",
+    "i16": "h",
+    "u16": "H",
+    "i32": "i",
+    "u32": "I",
+    "i64": "q",
+    "u64": "Q",
+    "fp32": "f",
+    "fp64": "d",
 }
+"""Types of numbers as the module struct names them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +50,12 @@ class Loaded:
     """A function in a GPU's memory.
 
     Attributes:
-        types: of its arguments, the null pointers that Triton adds at the end included.
+        form: of its arguments, of which each has `PARAMETER_BYTES`, as the module struct writes
+            it; those that Triton adds at the end are null pointers.
     """
 
     function: int
-    types: tuple[Any, ...]
+    form: struct.Struct
     threads: int
     shared_bytes: int
 
@@ -133,7 +137,7 @@ class PtxLauncher:
             loaded.threads,
             loaded.shared_bytes,
             stream.cuda_stream,
-            packed(loaded.types, runtime),
+            packed(loaded.form, runtime),
         )
 
     def _load(self, device: int, unit: CompileUnit) -> Loaded:
@@ -175,10 +179,10 @@ def load(driver: Driver, unit: CompileUnit, capability: tuple[int, int]) -> Load
         value = getattr(metadata, name, plain)
         if value != plain and value:
             raise MetainferError(f"{unit.name} wants {name} = {value}, which PTX alone cannot give")
-    types = parameter_types(unit, ptx, metadata.name)
+    form = parameters(unit, ptx, metadata.name)
     function = driver.load(ptx, metadata.name)
     driver.allow_shared(function, metadata.shared)
-    return Loaded(function, types, metadata.num_warps * _THREADS_PER_WARP, metadata.shared)
+    return Loaded(function, form, metadata.num_warps * _THREADS_PER_WARP, metadata.shared)
 
 
 # What Triton's own launcher would see to, with the value at which there is nothing to do.
@@ -192,35 +196,35 @@ _PLAIN_METADATA = {
 }
 
 
-def parameter_types(unit: CompileUnit, ptx: str, name: str) -> tuple[Any, ...]:
-    """C types of the function's parameters, as many as its PTX lists: after the unit's own come
+def parameters(unit: CompileUnit, ptx: str, name: str) -> struct.Struct:
+    """How the arguments are written, as many as the function's PTX lists: after the unit's own come
     pointers to scratch memory, as many as the version of Triton has."""
     entry = re.search(rf"\.entry\s+{re.escape(name)}\s*\((.*?)\)", ptx, re.DOTALL)
     if entry is None:
         raise MetainferError(f"the PTX of {unit.name} has no entry {name}")
     bits = [int(width) for _, width in _PARAMETER.findall(entry[1])]
-    types = [
-        ctypes.c_uint64 if kind.startswith("*") else _number_type(unit, kind)
+    kinds = [
+        _POINTER if kind.startswith("*") else _number_type(unit, kind)
         for kind in unit.runtime_types
     ]
-    types += [ctypes.c_uint64] * (len(bits) - len(types))
-    if [8 * ctypes.sizeof(kind) for kind in types] != bits:
+    scratch = len(bits) - len(kinds)
+    sizes = [struct.calcsize(kind) for kind in (*kinds, *[_POINTER] * scratch)]
+    if [8 * size for size in sizes] != bits:
         raise MetainferError(
             f"{unit.name} takes {unit.runtime_types} and its PTX has parameters of {bits} bits"
         )
-    return tuple(types)
+    written = (f"{kind}{PARAMETER_BYTES - struct.calcsize(kind)}x" for kind in kinds)
+    return struct.Struct("<" + "".join(written) + f"{PARAMETER_BYTES}x" * scratch)
 
 
-def _number_type(unit: CompileUnit, kind: str) -> Any:
+def _number_type(unit: CompileUnit, kind: str) -> str:
     if kind not in _NUMBERS:
         raise MetainferError(f"{unit.name} takes a number of type {kind}, which is not packed here")
     return _NUMBERS[kind]
 
 
-def packed(types: tuple[Any, ...], runtime: tuple[Any, ...]) -> list[Any]:
-    """One C value per parameter; null for the pointers at the end."""
-    values = [
-        kind(value.data_ptr() if isinstance(value, torch.Tensor) else value)
-        for kind, value in zip(types, runtime, strict=False)
-    ]
-    return values + [kind(0) for kind in types[len(runtime) :]]
+def packed(form: struct.Struct, runtime: Sequence[Any]) -> bytes:
+    """As `Driver.launch` takes them."""
+    return form.pack(
+        *[value.data_ptr() if isinstance(value, torch.Tensor) else value for value in runtime]
+    )
