@@ -16,12 +16,13 @@ from metainfer.weights.load import TORCH_DTYPES, Checkpoint
 class ShapesOnly(Checkpoint):
     """The checkpoint of `arch` as the first rank of `size` sees it, without a file."""
 
-    def __init__(self, arch: Arch, size: int = 1) -> None:
+    def __init__(self, arch: Arch, size: int = 1, context: int = 1) -> None:
         entries = {
             spec.name: TensorEntry(spec.name, spec.dtype.value, spec.shape, Path(), 0, 0)
             for spec in iterate(arch)
         }
-        super().__init__(CheckpointIndex(Path(), entries, ()), arch, 0, size)
+        index = CheckpointIndex(Path(), entries, ())
+        super().__init__(index, arch, 0, size, context=context)
 
     def _whole(self, entry: TensorEntry) -> torch.Tensor:
         return torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype], device="meta")
