@@ -117,7 +117,11 @@ class HostTransport:
 
 
 class HostMemoryGroup(TransportGroup):
-    """A group of tensors on the CPU; see `join_host_memory`."""
+    """A group of tensors on the CPU; see `join_host_memory`.
+
+    Attributes:
+        place: this process's view of the world.
+    """
 
     _transport: HostTransport
 
@@ -127,7 +131,7 @@ class HostMemoryGroup(TransportGroup):
     ) -> None:  # fmt: skip
         transport = HostTransport(place, watch, members, rank, slot)
         super().__init__(members, rank, watch, transport, choose, wire)
-        self._place, self._slot = place, slot
+        self.place, self._slot = place, slot
 
     def _begin(self, operation: str, size: int) -> None:
         self._transport.call = OPERATIONS.index(operation) << _OPERATION_SHIFT | size
@@ -142,19 +146,24 @@ class HostMemoryGroup(TransportGroup):
     def neighbour(self, size: int) -> torch.Tensor:
         """uint8 [size], of the memory of the next rank as it lies there, for measuring."""
         other = self.members[(self.rank + 1) % self.size]
-        begin = self._place.world.half_at(other, self._slot, 0)
-        return self._place.bytes[begin : begin + min(size, self._place.world.piece_bytes)]
+        begin = self.place.world.half_at(other, self._slot, 0)
+        return self.place.bytes[begin : begin + min(size, self.place.world.piece_bytes)]
 
     def part(self, ranks: Sequence[int]) -> HostMemoryGroup:
         rank = check_part(ranks, self)
-        with self._during("part", 0):
-            free = self._all_numbers(self._place.next_slot)
-            slot = max(free[member] for member in ranks)
-            self._place.next_slot = slot + 1
+        slot = self.claim_slot(ranks)
         members = [self.members[member] for member in ranks]
         return HostMemoryGroup(
-            self._place, self._watch, members, rank, slot, self._choose, self._wire
+            self.place, self._watch, members, rank, slot, self._choose, self._wire
         )
+
+    def claim_slot(self, ranks: Sequence[int]) -> int:
+        """One that no member of the part of `ranks` has used. All ranks call it."""
+        with self._during("part", 0):
+            free = self._all_numbers(self.place.next_slot)
+        slot = max(free[member] for member in ranks)
+        self.place.next_slot = slot + 1
+        return slot
 
     def close(self) -> None:
         """Of the group of all ranks this ends the process's part in the world."""

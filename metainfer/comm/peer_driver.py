@@ -10,6 +10,7 @@ _LIBRARY = "libcuda.so.1"
 _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE
 _HANDLE_BYTES = 64
+_WAIT_GEQ = 0  # CU_STREAM_WAIT_VALUE_GEQ
 _pointer = ctypes.c_void_p
 _address = ctypes.c_uint64
 
@@ -68,6 +69,42 @@ class PeerDriver:
             _pointer(address), ctypes.c_size_t(size), ctypes.c_uint(_PORTABLE)
         )
         self._check("cuMemHostRegister", code, f" for {size} bytes")
+
+    def unregister_host(self, address: int) -> None:
+        """What `register_host` pinned."""
+        code = self._cuda.cuMemHostUnregister(_pointer(address))
+        self._check("cuMemHostUnregister", code)
+
+    def device_address(self, address: int) -> int:
+        """Where the GPU finds registered memory of the host."""
+        found = _address()
+        code = self._cuda.cuMemHostGetDevicePointer_v2(
+            ctypes.byref(found), _pointer(address), ctypes.c_uint(0)
+        )
+        self._check("cuMemHostGetDevicePointer", code)
+        return found.value
+
+    def queue_write(self, address: int, number: int, stream: int) -> None:
+        """Queue the writing of 32 bits, behind which lies all that the stream did before."""
+        code = self._cuda.cuStreamWriteValue32_v2(
+            _pointer(stream), _address(address), ctypes.c_uint32(number), ctypes.c_uint(0)
+        )
+        self._check("cuStreamWriteValue32", code)
+
+    def queue_wait(self, address: int, number: int, stream: int) -> None:
+        """Queue a wait until 32 bits are `number`, or up to 2**31 beyond it."""
+        code = self._cuda.cuStreamWaitValue32_v2(
+            _pointer(stream), _address(address), ctypes.c_uint32(number), ctypes.c_uint(_WAIT_GEQ)
+        )
+        self._check("cuStreamWaitValue32", code)
+
+    def free(self, address: int) -> None:
+        """What `allocate` gave."""
+        self._check("cuMemFree", self._cuda.cuMemFree_v2(_address(address)))
+
+    def close(self, address: int) -> None:
+        """What `open` gave."""
+        self._check("cuIpcCloseMemHandle", self._cuda.cuIpcCloseMemHandle(_address(address)))
 
     def copy(self, target: int, source: int, size: int, stream: int) -> None:
         """Queue a copy between any two places that this process reaches."""

@@ -65,6 +65,7 @@ class Watch:
         self._words = Counters(memory)
         self._processes: dict[int, int] = {}
         self._ends = select.poll()
+        self._polled = threading.Lock()  # a watchdog looks too
 
     def join(self) -> None:
         """Be there, and wait until all are. Raises GroupError."""
@@ -145,10 +146,12 @@ class Watch:
         for rank in range(self.size):
             if self._read(rank, _STATE) == _FAILED and rank != self.rank:
                 raise Aborted(f"rank {rank} gave up: {self._why(rank)}")
-        for descriptor, _ in self._ends.poll(0):
-            rank = self._processes[descriptor]
-            if self._read(rank, _STATE) == _HERE:
-                raise self._lost(rank)
+        with self._polled:
+            ended = self._ends.poll(0)
+        for descriptor, _ in ended:
+            followed = self._processes.get(descriptor)
+            if followed is not None and self._read(followed, _STATE) == _HERE:
+                raise self._lost(followed)
 
     def elsewhere(self, ranks: Sequence[int]) -> list[int]:
         """Those of other ranks that are not in what this one is in; all others if there is none."""
@@ -171,11 +174,12 @@ class Watch:
         """Nobody is to wait for this rank any more."""
         if self._read(self.rank, _STATE) == _HERE:
             self._write(_STATE, _LEFT)
-        for descriptor in self._processes:
-            with suppress(KeyError):
-                self._ends.unregister(descriptor)
-            os.close(descriptor)
-        self._processes.clear()
+        with self._polled:
+            for descriptor in self._processes:
+                with suppress(KeyError):
+                    self._ends.unregister(descriptor)
+                os.close(descriptor)
+            self._processes.clear()
 
     def _doing(self, rank: int) -> str:
         if self._read(rank, _STATE) == _ABSENT:

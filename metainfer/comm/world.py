@@ -31,6 +31,7 @@ class World:
         size: ranks.
         deadline_s: how long a rank waits for others.
         piece_bytes: of a half.
+        slot_bytes: of a slot, whole pages.
         memory: shared by all.
         folder: for files in which libraries let ranks find each other.
     """
@@ -45,15 +46,15 @@ class World:
         self.size, self.deadline_s, self.piece_bytes = size, deadline_s, piece_bytes
         self._first = -(-size * RECORD_BYTES // _PAGE) * _PAGE
         self._channels_bytes = size * CHANNEL_PIECES * CHANNEL_PIECE_BYTES
-        self._slot_bytes = _PAGE + 2 * piece_bytes + self._channels_bytes
-        self.memory = SharedMemory(self._first + size * _SLOTS * self._slot_bytes)
+        self.slot_bytes = _PAGE + 2 * piece_bytes + self._channels_bytes
+        self.memory = SharedMemory(self._first + size * _SLOTS * self.slot_bytes)
         self.folder = Path(tempfile.mkdtemp(prefix="metainfer-"))
 
     def counters_at(self, rank: int, slot: int) -> int:
         """Byte at which a page of counters of a rank begins."""
         if slot >= _SLOTS:
             raise MetainferError(f"a rank can be in {_SLOTS} groups, and this would be another")
-        return self._first + (rank * _SLOTS + slot) * self._slot_bytes
+        return self._first + (rank * _SLOTS + slot) * self.slot_bytes
 
     def half_at(self, rank: int, slot: int, number: int) -> int:
         """Where the piece of an even or an odd round begins."""

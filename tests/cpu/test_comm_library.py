@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -109,4 +110,23 @@ def test_a_watchdog_tells_once_while_its_rank_is_busy() -> None:
 
     run_ranks(virtual_groups(2), lambda group: body(group.rank))
     assert told == ["rank 1 gave up: the plan changed"]
+    world.close()
+
+
+def test_threads_of_a_rank_may_look_at_the_same_time() -> None:
+    world = World(2)
+
+    def body(rank: int) -> int:
+        watch = Watch(world.memory, rank, 2, 20.0)
+        watch.join()
+
+        def look() -> int:
+            for _ in range(3000):
+                watch.check()
+            return 1
+
+        with ThreadPoolExecutor(3) as pool:
+            return sum(pool.map(lambda _: look(), range(3)))
+
+    assert run_ranks(virtual_groups(2), lambda group: body(group.rank)) == [3, 3]
     world.close()
