@@ -35,13 +35,13 @@ def quantised(tmp_path_factory: pytest.TempPathFactory) -> RandomModel:
 
 def whole(driver: Driver, model: RandomModel) -> list[torch.Tensor]:
     """Prompts of odd lengths, each in one step; short ones are computed by heads."""
-    return [driver.run(model.tokens(length, seed=length)) for length in (127, 385, 640, 771)]
+    return [driver.run(model.tokens(length, seed=length)) for length in (127, 385, 771)]
 
 
 def chunked(driver: Driver, model: RandomModel) -> list[torch.Tensor]:
     """Chunks begin and end at any place of a window; some are too short to be shared."""
-    lengths = ((401, 3, 515), (512, 385, 17), (130, 641))
-    return [driver.run(model.tokens(1000, seed=5), *parts) for parts in lengths]
+    lengths = ((401, 3, 515), (512, 385, 17))
+    return [driver.run(model.tokens(930, seed=5), *parts) for parts in lengths]
 
 
 def together(driver: Driver, model: RandomModel) -> list[torch.Tensor]:
@@ -79,8 +79,9 @@ def alone(plain: RandomModel, quantised: RandomModel) -> dict[str, list[torch.Te
     return {"plain": of_rank(plain), "quantised": of_rank(quantised)}
 
 
-@pytest.mark.parametrize(("ranks", "context"), [(2, 2), (4, 4), (4, 2)])
-@pytest.mark.parametrize("name", ["plain", "quantised"])
+@pytest.mark.parametrize(
+    ("name", "ranks", "context"), [("plain", 4, 2), ("quantised", 2, 2), ("quantised", 4, 4)]
+)
 def test_ranks_give_the_logits_of_one(
     request: pytest.FixtureRequest,
     alone: dict[str, list[torch.Tensor]],

@@ -95,8 +95,7 @@ def alone(plain: RandomModel, quantised: RandomModel) -> dict[str, list[torch.Te
     return {"plain": of_rank(plain), "quantised": of_rank(quantised)}
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("name", ["plain", "quantised"])
+@pytest.mark.parametrize(("name", "ranks"), [("plain", 2), ("quantised", 4)])
 def test_ranks_give_the_logits_of_one(
     request: pytest.FixtureRequest, alone: dict[str, list[torch.Tensor]], name: str, ranks: int
 ) -> None:
