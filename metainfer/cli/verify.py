@@ -16,6 +16,7 @@ from metainfer.core.config import flag, parse_positive
 from metainfer.core.errors import UserError
 from metainfer.core.units import format_count, format_seconds
 from metainfer.hardware.device_names import parse_device
+from metainfer.hardware.machine import Machine, Unknown
 from metainfer.ops.use import PARTS
 from metainfer.shipped import SHIPPED_MODEL
 
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
 
 _MOST_WORKERS = 4
 _NOT_ALL_RUN = 3  # exit code
-_WORKER_BYTES = 8 * 2**30  # of a GPU's memory
+_WORKER_BYTES = 6 * 2**30  # of the device's memory, that most checks do with
+_SHARE = 0.9
+"""Of the free memory: contexts of processes on a GPU take the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,12 +141,11 @@ def run(terminal: Terminal, options: VerifyOptions) -> int:
         options.device,
     )
     facts = card_facts(machine, on.device, options.code_for)
-    memory_bytes = facts.get("memory_bytes", _MOST_WORKERS * _WORKER_BYTES)
-    workers = min(_MOST_WORKERS, machine.cpu.physical_cores, memory_bytes // _WORKER_BYTES)
-    workers = options.workers or max(workers, 1)
+    memory_bytes = memory_for(machine, on.device, facts.get("memory_bytes"))
+    workers = options.workers or usual_workers(machine, memory_bytes)
     terminal.say(f"{format_count(len(checks))} checks on {on.name} as {on.target}")
     with terminal.progress("verified", "steps") as progress:
-        verified = verify(where, checks, workers, progress.update, options.budget_s)
+        verified = verify(where, checks, workers, progress.update, options.budget_s, memory_bytes)
     record = make_record(
         provenance(),
         facts,
@@ -167,6 +169,27 @@ def run(terminal: Terminal, options: VerifyOptions) -> int:
     except OSError as error:
         terminal.hint(f"the record is not kept where serve looks for it: {error}")
     return _told(terminal, options, record)
+
+
+def memory_for(machine: Machine, device: str, card_bytes: int | None) -> int | None:
+    """What all workers together may take of the device, or of the host where that computes: nearly
+    all that is free. None where nobody knows.
+
+    Args:
+        card_bytes: that the GPU has in all.
+    """
+    if device == "cpu":
+        free = machine.memory.available_bytes
+        return None if isinstance(free, Unknown) else int(_SHARE * free)
+    gpus = [] if isinstance(machine.gpus, Unknown) else machine.gpus
+    free = min((gpu.free_bytes for gpu in gpus), default=card_bytes or 0)
+    return int(_SHARE * free) or None
+
+
+def usual_workers(machine: Machine, memory_bytes: int | None) -> int:
+    """As many as there are cores and memory for."""
+    room = _MOST_WORKERS if memory_bytes is None else memory_bytes // _WORKER_BYTES
+    return max(1, min(_MOST_WORKERS, machine.cpu.physical_cores, room))
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from metainfer.core.errors import UserError
 from metainfer.kernels.compare import Comparison, Poisoned, changed, compare, run
 from metainfer.kernels.inputs.base import Call
 from metainfer.kernels.inputs.series import draw_one, draw_series
+from metainfer.kernels.memory_bound import is_out_of_memory
 from metainfer.kernels.platform import Platform
 from metainfer.kernels.timing import Stopwatch, measure_rates
 from metainfer.kernels.verify_run import Check, Outcome, Sizes
@@ -49,12 +50,26 @@ def checks_of(uses: Sequence[tuple[str, Any, str]], sizes: Sizes, longest: int) 
     return list(found.values())
 
 
+class NoRoomError(Exception):
+    """Memory did not suffice for a check.
+
+    Attributes:
+        outcome: of the check, if nothing is done about it.
+    """
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__(outcome.problem)
+        self.outcome = outcome
+
+
 def check(on: Platform, one: Check, order: str, seed: int, cache_dtype: str = "") -> Outcome:
-    """Run the backend that is chosen and compare it with the reference; does not raise. A reference
-    that the order chooses is not run.
+    """Run the backend that is chosen and compare it with the reference. A reference that the order
+    chooses is not run.
 
     Args:
         cache_dtype: of caches that hold plain numbers; "" for that of the case.
+
+    Raises NoRoomError where memory did not suffice; nothing else.
     """
     try:
         backend = one.backend or on.registry.bind(one.op, one.case, on.target, order).backend
@@ -66,7 +81,10 @@ def check(on: Platform, one: Check, order: str, seed: int, cache_dtype: str = ""
         found = _compared(on, one, backend, seed, cache_dtype)
     except Exception as error:  # whatever a kernel raises is what is to be reported
         said = (str(error).splitlines() or [""])[0][:200]
-        return Outcome(backend, torch.inf, f"{type(error).__name__}: {said}")
+        outcome = Outcome(backend, torch.inf, f"{type(error).__name__}: {said}")
+        if is_out_of_memory(error):
+            raise NoRoomError(outcome) from error
+        return outcome
     return Outcome(backend, found.error, found.problem)
 
 

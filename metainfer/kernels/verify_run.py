@@ -114,6 +114,19 @@ class Where:
 
 
 @dataclass(frozen=True, slots=True)
+class Room:
+    """Memory that a worker may take.
+
+    Attributes:
+        most_bytes: of the device; None: as much as there is.
+        shared: others take theirs at the same time; a check that needs more can have it later.
+    """
+
+    most_bytes: int | None
+    shared: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Verified:
     """Attributes:
     outcomes: in the order of the checks; None where the time did not reach one.
@@ -130,19 +143,27 @@ def verify(
     workers: int,
     on_progress: Progress,
     budget_s: float | None = None,
+    memory_bytes: int | None = None,
 ) -> Verified:
     """Compare and time all checks.
 
     Args:
         workers: processes that compare at once.
         budget_s: no check is begun after it.
+        memory_bytes: of the device, that all workers may take together; each has its share, and a
+            check that needs more is compared alone when the others are done. None: no bound.
     """
     until_s = None if budget_s is None else time.monotonic() + budget_s
     outcomes: dict[int, Outcome] = {}
     rates: list[Rates] = []
     steps = iter(range(1, 2 * len(checks) + 1))
 
-    def compared(number: int, outcome: Outcome) -> None:
+    crowded: list[int] = []  # checks for which a share did not suffice
+
+    def compared(number: int, outcome: Outcome | None) -> None:
+        if outcome is None:
+            crowded.append(number)
+            return
         outcomes[number] = outcome
         on_progress(next(steps), 2 * len(checks))
 
@@ -164,7 +185,10 @@ def verify(
 
     numbered = list(enumerate(checks))
     shares = [numbered[n::workers] for n in range(workers)]
-    in_processes(_compare, where, shares, compared, crashed, until_s)
+    room = Room(None if memory_bytes is None else memory_bytes // workers, workers > 1)
+    in_processes(_compare, (where, room), shares, compared, crashed, until_s)
+    large = [numbered[number] for number in sorted(crowded)]
+    in_processes(_compare, (where, Room(memory_bytes, False)), [large], compared, crashed, until_s)
     good = [
         (number, replace(one, backend=outcomes[number].backend))
         for number, one in numbered
@@ -175,13 +199,26 @@ def verify(
     return Verified(ordered, rates[0] if rates else None)
 
 
-def _compare(connection: Connection, where: Where, checks: Sequence[Numbered]) -> None:
+def _compare(
+    connection: Connection, common: tuple[Where, Room], checks: Sequence[Numbered]
+) -> None:
+    """Sends the outcome of each check, or None where a share of the memory did not suffice."""
+    from metainfer.kernels.memory_bound import bound_memory
     from metainfer.kernels.platform import platform
-    from metainfer.kernels.verify import check
+    from metainfer.kernels.verify import NoRoomError, check
 
+    where, room = common
     on = platform(where.named or where.device, where.code_for)
+    if room.most_bytes is not None:
+        bound_memory(where.device, room.most_bytes)
     for number, one in checks:
-        connection.send((number, check(on, one, where.order, where.seed, where.cache_dtype)))
+        outcome: Outcome | None = None
+        try:
+            outcome = check(on, one, where.order, where.seed, where.cache_dtype)
+        except NoRoomError as error:
+            if not room.shared:
+                outcome = error.outcome
+        connection.send((number, outcome))
         require_a_sound_device(where.device)
 
 
