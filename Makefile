@@ -33,10 +33,11 @@ test: $(READY)  ## all tests that need no GPU, on two cores
 test-gpu: $(READY)  ## the tests that need a GPU (CODE=sm_89: with the code of that card)
 	$(PY) -m pytest tests/gpu $(if $(CODE),--as $(CODE))
 
-soak: $(READY)  ## compile every attention kernel for every model, layout and card (half an hour)
+soak: $(READY)  ## compile every attention kernel for every model, layout and card; kill ranks (hours)
 	for model in deepseek-v4-flash deepseek-v4.1-flash deepseek-v3.2 glm-5.3; do \
 	  $(PY) -m metainfer kernels coverage $$model --tensor-parallel-size 1 4 8 --part attention || exit 1; \
 	done
+	OMP_NUM_THREADS=1 $(PY) -m pytest tests/cpu/test_ranks_restarts.py -k random_moments --kills 500 --timeout 20000
 
 check: $(READY)  ## lint, format, types, layers, generated docs
 	$(PY) -m ruff check .

@@ -29,4 +29,5 @@ def no_verdicts(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPa
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--kills", type=int, default=3, help="processes that a test kills at random")
     parser.addoption("--update-golden", action="store_true", help="write tests/golden anew")

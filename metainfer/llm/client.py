@@ -31,6 +31,7 @@ class EngineStats:
     kernels_compiled: int = 0  # while requests were served, which held them up
     decodes_without_graph: int = 0  # decode steps that should have had one
     restarts: int = 0  # of ranks, after one was lost
+    ready: bool = True  # requests are computed; False while ranks are started anew
 
 
 class EngineClient(Protocol):

@@ -162,9 +162,9 @@ class Loop:
     def stats(self) -> EngineStats:
         """As of the end of the last step, but with requests in the inbox counted as waiting."""
         with self._lock:
-            stats = self._stats
+            stats, ready = self._stats, self._lost is None
             arrived = sum(isinstance(item, Request) for item in self._inbox)
-        return replace(stats, num_waiting=stats.num_waiting + arrived)
+        return replace(stats, num_waiting=stats.num_waiting + arrived, ready=stats.alive and ready)
 
     def close(self) -> None:
         """Ask `run` to end after the current step; requests that are not done are aborted."""

@@ -38,6 +38,9 @@ from metainfer.nn.cache import CacheStorage
 _PATIENCE_S = 2.0
 """For answers of ranks that failed too; the others wait for this one in vain, and are told so."""
 
+_LONGEST_END_S = 20.0
+"""For answers of ranks that know that all is over."""
+
 _KEPT_DIGESTS = 64
 
 _log = logging.getLogger(__name__)
@@ -235,7 +238,7 @@ class GroupRunner:
         """To an order that has failed: others failed alike, or wait for this rank in vain."""
         if not self._crew.ready(_PATIENCE_S):
             self._group.abort(f"rank 0 failed: {sentence(error)}" if error else "rank 0 gave up")
-        return self._crew.answers()
+        return self._crew.answers(_LONGEST_END_S)
 
     def _in_step(self, error: Exception | None, failures: Mapping[int, Failed]) -> bool:
         """Whether all ranks failed at the same place, by themselves: nobody waits for anybody."""

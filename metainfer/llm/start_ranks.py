@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from metainfer.arch.record import Arch
+from metainfer.comm.group import DEADLINE_S
 from metainfer.comm.world import World
 from metainfer.core.errors import MetainferError
 from metainfer.core.log import form_in_force
@@ -141,7 +142,7 @@ class Ranks:
     def _meeting(self) -> HostMeeting:
         if self._world is not None:
             self._world.close()
-        self._world = World(self._recipe.size)
+        self._world = World(self._recipe.size, deadline_s=DEADLINE_S)
         return HostMeeting(self._world, self._recipe.plan.collectives.value)
 
     def _tell_death(self, sentence: str) -> None:

@@ -21,8 +21,9 @@ async def health(_: Request, service: Service) -> Response:
 
 
 async def ready(_: Request, service: Service) -> Response:
-    """200 while requests are taken."""
-    if service.ready and service.client.stats().alive:
+    """200 while requests are taken and computed."""
+    stats = service.client.stats()
+    if service.ready and stats.alive and stats.ready:
         return JSONResponse({"status": "ready"})
     raise RequestError("the server is not ready", code="not_ready", status=503)
 

@@ -1,31 +1,21 @@
-"""Ranks that fail or end: told in a sentence; others go on where they can, and nobody is left."""
+"""Ranks that fail: told in a sentence; the others go on where they can, and nobody is left."""
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
-import time
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from metainfer.arch.tiny import tiny_config
-from metainfer.core.errors import RequestError
-from metainfer.core.events import EngineEvent, FinishEvent, FinishReason
+from metainfer.core.events import FinishReason
 from metainfer.llm import rank_crew, restarts
-from metainfer.llm.engine import Engine
-from metainfer.llm.offline import Result, generate
 from metainfer.llm.rank_crew import RankLostError
-from metainfer.llm.request import Request, SamplingParams
+from metainfer.llm.request import SamplingParams
 from metainfer.llm.runner import Runner
 from tests.fakes import fragile_ranks
-from tests.fakes.engines import load_engine
 from tests.fakes.random_models import HARD, RandomModel, layers, random_model
-from tests.fakes.serving import wait_for
+from tests.fakes.rank_engines import ask, noted_ranks, pair
 
-GOOD = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 BAD = SamplingParams(temperature=0.5, seed=1, max_tokens=6, ignore_eos=True, top_k=13)
 
 
@@ -37,28 +27,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> RandomModel:
 
 @pytest.fixture
 def born(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Processes of ranks, all of which must have ended when the test has."""
-    pids: list[int] = []
-    bear = rank_crew._born
-
-    def noted(rank: int):
-        member = bear(rank)
-        pids.append(member.process.pid)
-        return member
-
-    monkeypatch.setattr(rank_crew, "_born", noted)
-    yield pids
-    assert pids
-    wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids))
-
-
-def pair(model: RandomModel, **flags) -> Engine:
-    return load_engine(model, tensor_parallel_size=2, max_num_seqs=2, **flags)
-
-
-def ask(engine: Engine, model: RandomModel, params: SamplingParams = GOOD) -> Result:
-    (result,) = generate(engine, [model.tokens(20)], params)
-    return result
+    with noted_ranks(monkeypatch) as pids:
+        yield pids
 
 
 @pytest.mark.parametrize(("body", "ahead"), [("refuses", False), ("has_no_logits", True)])
@@ -112,84 +82,3 @@ def test_a_rank_that_does_not_start_is_named(
     monkeypatch.setattr(rank_crew, "work", getattr(fragile_ranks, body))
     with pytest.raises(RankLostError, match=sentence):
         pair(model)
-
-
-class Asked:
-    """Requests of an engine and how they ended."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self.tokens: dict[str, int] = {}
-        self.ended: dict[str, FinishEvent] = {}
-
-    def submit(self, model: RandomModel, max_tokens: int) -> str:
-        name = uuid.uuid4().hex
-        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-        self.tokens[name] = 0
-        self._engine.submit(Request(name, tuple(model.tokens(20)), sampling, time.monotonic()))
-        return name
-
-    def until(self, holds: Callable[[], bool]) -> None:
-        def look() -> bool:
-            for event in self._engine.events(0.05):
-                self._take(event)
-            return holds()
-
-        wait_for(look, 90)
-
-    def _take(self, event: EngineEvent) -> None:
-        if isinstance(event, FinishEvent):
-            self.ended[event.request_id] = event
-        else:
-            self.tokens[event.request_id] += 1
-
-
-def test_a_rank_that_is_killed_is_started_anew_while_requests_wait(
-    model: RandomModel, born: list[int]
-) -> None:
-    with pair(model, max_queued_requests=8) as engine:
-        asked = Asked(engine)
-        running = [asked.submit(model, 600) for _ in range(2)]
-        waiting = [asked.submit(model, 6) for _ in range(2)]
-        asked.until(lambda: all(asked.tokens[name] > 2 for name in running))
-        os.kill(born[0], signal.SIGKILL)
-        asked.until(lambda: all(name in asked.ended for name in running))
-        for name in running:
-            assert "rank 1 was ended by SIGKILL" in str(asked.ended[name].error)
-        assert not any(name in asked.ended for name in waiting)
-        given_up = asked.submit(model, 6)
-        engine.abort(given_up)
-        asked.until(lambda: given_up in asked.ended)  # while others wait
-        assert asked.ended[given_up].reason is FinishReason.ABORT
-        asked.until(lambda: all(name in asked.ended for name in waiting))
-        assert all(asked.ended[name].reason is FinishReason.LENGTH for name in waiting)
-        assert engine.stats().alive and engine.stats().restarts == 1
-    assert len(born) == 2
-
-
-def test_an_idle_engine_whose_rank_ends_too_often_stops_with_a_sentence(
-    monkeypatch: pytest.MonkeyPatch, model: RandomModel, born: list[int]
-) -> None:
-    with pair(model) as engine:
-        # What is started anew does not live.
-        monkeypatch.setattr(rank_crew, "work", fragile_ranks.exits_while_it_loads)
-        monkeypatch.setattr(engine_restarts(engine), "_pauses_s", (0.01, 0.01))
-        os.kill(born[0], signal.SIGTERM)
-        wait_for(lambda: not engine.stats().alive, 90)
-        with pytest.raises(RequestError, match="rank 1 ended with code 3; 2 restarts did not help"):
-            ask(engine, model)
-
-
-def test_an_engine_is_closed_while_a_rank_is_started_anew(
-    model: RandomModel, born: list[int]
-) -> None:
-    with pair(model):
-        os.kill(born[0], signal.SIGKILL)
-        time.sleep(1.2)  # a process is on its way
-    assert not [one for one in threading.enumerate() if one.name == "engine"]
-
-
-def engine_restarts(engine: Engine) -> restarts.Restarts:
-    revive = engine._loop._revive
-    assert isinstance(revive, restarts.Restarts)
-    return revive

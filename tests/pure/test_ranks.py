@@ -15,6 +15,7 @@ from metainfer.ops.base import Target
 from metainfer.ops.capabilities import Capabilities
 from metainfer.ops.catalogue import OPS
 from metainfer.plan.build import CPU, build_plan
+from metainfer.plan.graphs import graphs_switch
 from metainfer.plan.plan import Plan
 from metainfer.plan.settings import EngineSettings
 from tests.fakes.machines import GIB, make_machine
@@ -69,6 +70,13 @@ def test_the_fullest_gpu_decides():
     free = plan(target, (CARD,) * 4, tensor_parallel_size=4)
     with_less = plan(target, (CARD, CARD, used, CARD), tensor_parallel_size=4)
     assert with_less.num_blocks.value < free.num_blocks.value
+
+
+def test_ranks_that_wait_on_the_host_have_no_graphs():
+    switch = graphs_switch("cuda", EngineSettings(), "host memory")
+    assert switch.value == "off" and "no graph can hold it" in switch.reason
+    with pytest.raises(UserError, match="talk over gloo wait for each other on the host"):
+        graphs_switch("cuda", EngineSettings(cuda_graph_sizes=(8,)), "gloo")
 
 
 # ---- processors ----
