@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from metainfer.core.config import flag, parse_positive
 from metainfer.core.errors import UserError
+from metainfer.core.ranges import require_least
 
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 WIRES = ("fp8", "int8")
@@ -41,8 +42,7 @@ class CommLoad:
             raise UserError(f"--ranks {self.ranks}: 2 to {_MOST_RANKS} can talk to each other")
         if self.max_bytes < _LEAST_BYTES:
             raise UserError(f"--max-bytes {self.max_bytes} is less than {_LEAST_BYTES}")
-        if self.rounds < 1:
-            raise UserError("--rounds must be at least 1")
+        require_least("--rounds", self.rounds, 1)
 
     @property
     def sizes(self) -> tuple[int, ...]:

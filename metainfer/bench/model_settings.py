@@ -7,6 +7,7 @@ from pathlib import Path
 
 from metainfer.core.config import flag
 from metainfer.core.errors import UserError
+from metainfer.core.ranges import require_least
 
 
 def parse_batches(text: str) -> tuple[int, ...]:
@@ -56,8 +57,7 @@ class ModelLoad:
             ("--agreement-len", self.agreement_tokens, 1),
             ("--threads", self.threads, 1),
         ):
-            if value is not None and value < least:
-                raise UserError(f"{name} must be at least {least}")
+            require_least(name, value, least)
 
 
 @dataclass(frozen=True, slots=True)

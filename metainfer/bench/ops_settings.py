@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from metainfer.core.config import flag, parse_positive
-from metainfer.core.errors import UserError
+from metainfer.core.ranges import require_least
 from metainfer.hardware.device_names import parse_device
 from metainfer.ops.use import PARTS
 
@@ -61,15 +61,11 @@ class OpsLoad:
     generic: bool = flag("--generic", "Measure what torch composes of the same too", True)
 
     def __post_init__(self) -> None:
-        for name, values in (
-            ("--tensor-parallel-size", self.tensor_parallel_sizes),
-            ("--prefill-rows", (self.prefill_rows,)),
-            ("--decode-batches", self.decode_batches),
-            ("--context", (self.context,)),
-            ("--rounds", (self.rounds,)),
-        ):
-            if any(value is not None and value < 1 for value in values):
-                raise UserError(f"{name} must be at least 1")
+        require_least("--tensor-parallel-size", self.tensor_parallel_sizes, 1)
+        require_least("--prefill-rows", self.prefill_rows, 1)
+        require_least("--decode-batches", self.decode_batches, 1)
+        require_least("--context", self.context, 1)
+        require_least("--rounds", self.rounds, 1)
 
 
 @dataclass(frozen=True, slots=True)

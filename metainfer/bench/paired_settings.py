@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from metainfer.bench.stages_settings import TOGETHER, StagesLoad
 from metainfer.core.config import REQUIRED, flag, parse_positive
-from metainfer.core.errors import UserError
+from metainfer.core.ranges import require_least
 
 A, B = "A", "B"
 
@@ -42,8 +42,7 @@ class PairedLoad:
     seed: int = flag("--seed", "Fixes the prompts", 0)
 
     def __post_init__(self) -> None:
-        if self.pairs < 2:
-            raise UserError("--pairs must be at least 2")
+        require_least("--pairs", self.pairs, 2)
         self.stages()  # checks the rest
 
     def stages(self) -> StagesLoad:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from metainfer.core.config import flag
-from metainfer.core.errors import UserError
+from metainfer.core.ranges import require_least
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +34,11 @@ class ProfileLoad:
         for name, value, least in (
             ("--layers", self.layers, 1),
             ("--input-len", self.prefill_tokens, 1),
-            ("--decode-batches", min(self.decode_batches), 1),
+            ("--decode-batches", self.decode_batches, 1),
             ("--decode-context", self.decode_context, 1),
             ("--repeats", self.repeats, 1),
         ):
-            if value is not None and value < least:
-                raise UserError(f"{name} must be at least {least}")
+            require_least(name, value, least)
 
     def overrides(self, given: dict[str, Any] | None) -> dict[str, Any] | None:
         """Those of --hf-overrides, and the layers."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from metainfer.core.config import REQUIRED, flag
 from metainfer.core.errors import UserError
+from metainfer.core.ranges import require_least
 from metainfer.plan.proof import LIMITS
 
 
@@ -66,8 +67,7 @@ class QualityLoad:
             ("--num-needles", self.most_needles, 0),
             ("--answer-len", self.answers, 1),
         ):
-            if value < least:
-                raise UserError(f"{name} must be at least {least}")
+            require_least(name, value, least)
         for name, limit, most in (
             ("--most-kl", self.most_kl, math.inf),
             ("--most-perplexity-rise", self.most_rise, math.inf),

@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 from metainfer.core.config import flag
 from metainfer.core.errors import UserError
+from metainfer.core.ranges import require_above_zero, require_least, require_range
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
 ENDPOINTS = MappingProxyType({"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"})
@@ -111,19 +112,21 @@ class ServeLoad:
     )
 
     def __post_init__(self) -> None:
-        _require(self.num_prompts >= 1, "--num-prompts must be at least 1")
-        _require(self.random_input_len >= 1, "--random-input-len must be at least 1")
-        _require(self.random_output_len >= 1, "--random-output-len must be at least 1")
-        _require(0.0 <= self.random_range_ratio < 1.0, "--random-range-ratio must be in [0, 1)")
-        _require(self.request_rate > 0, "--request-rate must be above 0")
-        _require(self.burstiness > 0, "--burstiness must be above 0")
-        _require(
-            self.max_concurrency is None or self.max_concurrency >= 1,
-            "--max-concurrency must be at least 1",
+        require_least("--num-prompts", self.num_prompts, 1)
+        require_least("--random-input-len", self.random_input_len, 1)
+        require_least("--random-output-len", self.random_output_len, 1)
+        require_range(
+            "--random-range-ratio",
+            self.random_range_ratio,
+            lambda ratio: 0.0 <= ratio < 1.0,
+            "at least 0 and below 1",
         )
-        _require(self.num_warmups >= 0, "--num-warmups must not be negative")
-        _require(self.request_timeout_s > 0, "--request-timeout must be above 0")
-        _require(self.repeats >= 1, "--repeats must be at least 1")
+        require_above_zero("--request-rate", self.request_rate)
+        require_above_zero("--burstiness", self.burstiness)
+        require_least("--max-concurrency", self.max_concurrency, 1)
+        require_least("--num-warmups", self.num_warmups, 0)
+        require_above_zero("--request-timeout", self.request_timeout_s)
+        require_least("--repeats", self.repeats, 1)
         _require(
             (self.dataset_name == "text") == (self.dataset_path is not None),
             "--dataset-name text and --dataset-path go together",

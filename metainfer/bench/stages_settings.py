@@ -10,6 +10,7 @@ from metainfer.bench.stage import USUAL_STAGES
 from metainfer.bench.traffic import Pattern
 from metainfer.core.config import flag, parse_positive
 from metainfer.core.errors import UserError
+from metainfer.core.ranges import require_above_zero, require_least, require_range
 
 AUTO, TOGETHER, IN_TURNS = "auto", "together", "in-turns"
 TRANSFORMERS = "transformers"
@@ -89,24 +90,21 @@ class StagesLoad:
         for name, value, least in (
             ("--layers", self.layers, 1),
             ("--rounds", self.rounds, 0 if self.check_positions else 1),
-            ("--input-lens", min(self.input_lens), 1),
-            ("--decode-batches", min(self.decode_batches), 1),
+            ("--input-lens", self.input_lens, 1),
+            ("--decode-batches", self.decode_batches, 1),
             ("--decode-context", self.decode_context, 1),
             ("--decode-len", self.decode_tokens, 2),
             ("--num-prompts", self.requests, 0),
-            ("--traffic-lens", min(self.traffic_lens), 1),
+            ("--traffic-lens", self.traffic_lens, 1),
             ("--traffic-output-len", self.traffic_output, 1),
             ("--longest-warm-up", self.longest_warm_up, 1),
             ("--check-positions", self.check_positions, 0),
         ):
-            if value is not None and value < least:
-                raise UserError(f"{name} must be at least {least}")
+            require_least(name, value, least)
         if len(self.traffic_lens) != 2 or self.traffic_lens[0] > self.traffic_lens[1]:
             raise UserError("--traffic-lens takes two lengths, the shorter first")
-        if not self.request_rate > 0:
-            raise UserError("--request-rate must be above 0")
-        if not 0 <= self.multi_turn <= 1:
-            raise UserError("--multi-turn-share must be from 0 to 1")
+        require_above_zero("--request-rate", self.request_rate)
+        require_range("--multi-turn-share", self.multi_turn, lambda n: 0 <= n <= 1, "from 0 to 1")
         if len(set(self.settings)) < len(self.settings):
             raise UserError("--settings names one setting twice")
 

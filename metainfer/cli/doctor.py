@@ -13,6 +13,7 @@ from metainfer.cli.terminal import Terminal
 from metainfer.cli.verb import Verb
 from metainfer.core.config import flag
 from metainfer.core.errors import UserError
+from metainfer.core.ranges import require_least
 
 if TYPE_CHECKING:
     from metainfer.doctor.finding import Finding, Patient
@@ -63,8 +64,7 @@ class DoctorOptions:
     json: bool = flag("--json", "Print the findings as JSON", False)
 
     def __post_init__(self) -> None:
-        if any(size < 1 for size in self.tensor_parallel_sizes):
-            raise UserError("--tensor-parallel-size must be at least 1")
+        require_least("--tensor-parallel-size", self.tensor_parallel_sizes, 1)
         if self.port is not None and not 0 < self.port < 2**16:
             raise UserError(f"--port {self.port} is no TCP port")
         if self.port is not None and self.machine is not None:

@@ -13,6 +13,7 @@ from metainfer.cli.terminal import Terminal
 from metainfer.cli.verb import Verb
 from metainfer.core.config import flag
 from metainfer.core.errors import UserError
+from metainfer.core.ranges import require_least
 from metainfer.hardware.machine import Machine, Unknown
 from metainfer.ops.cache_formats import INDEX_DTYPES, LATENT_DTYPES
 from metainfer.ops.targets import CARD_KINDS, CardKind
@@ -97,14 +98,10 @@ class CoverageOptions:
                 "--target and --machine both say which cards are meant",
                 hint="leave one of them out",
             )
-        for flag_name, values in (
-            ("--tensor-parallel-size", self.tensor_parallel_sizes),
-            ("--prefill-rows", self.prefill_rows),
-            ("--decode-batches", self.decode_batches),
-            ("--workers", (self.workers,)),
-        ):
-            if any(value is not None and value < 1 for value in values):
-                raise UserError(f"{flag_name} must be at least 1")
+        require_least("--tensor-parallel-size", self.tensor_parallel_sizes, 1)
+        require_least("--prefill-rows", self.prefill_rows, 1)
+        require_least("--decode-batches", self.decode_batches, 1)
+        require_least("--workers", self.workers, 1)
 
 
 def kinds_of(machine: Machine, name: str) -> dict[str, CardKind]:

@@ -14,6 +14,7 @@ from metainfer.cli.terminal import Terminal
 from metainfer.cli.verb import Verb
 from metainfer.core.config import REQUIRED, flag
 from metainfer.core.errors import UserError
+from metainfer.core.ranges import require_least
 from metainfer.kernels.tuned import DEFAULT, backend_of
 from metainfer.ops.targets import CARD_KINDS
 
@@ -48,8 +49,7 @@ class ExplainOptions:
 
     def __post_init__(self) -> None:
         check_targets(self.targets, also=(_CPU,))
-        if self.tensor_parallel_size < 1:
-            raise UserError("--tensor-parallel-size must be at least 1")
+        require_least("--tensor-parallel-size", self.tensor_parallel_size, 1)
 
 
 def run(terminal: Terminal, options: ExplainOptions) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from metainfer.core.config import flag
 from metainfer.core.errors import RequestError, UserError
+from metainfer.core.ranges import require_least
 from metainfer.llm.request import SamplingParams
 from metainfer.text.generation_config import GenerationConfig
 
@@ -35,8 +36,7 @@ class SamplingOptions:
 
         if not all(self.stop):
             raise UserError("--stop is empty")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise UserError("--max-tokens must be at least 1")
+        require_least("--max-tokens", self.max_tokens, 1)
         try:
             return SamplingParams(
                 temperature=chosen(self.temperature, defaults.temperature),

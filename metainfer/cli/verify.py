@@ -14,6 +14,7 @@ from metainfer.cli.terminal import Terminal
 from metainfer.cli.verb import Verb
 from metainfer.core.config import flag, parse_positive
 from metainfer.core.errors import UserError
+from metainfer.core.ranges import require_least
 from metainfer.core.units import format_count, format_seconds
 from metainfer.hardware.device_names import parse_device
 from metainfer.hardware.machine import Machine, Unknown
@@ -95,15 +96,11 @@ class VerifyOptions:
                 "--plan: a plan does not name its model",
                 hint=f"metainfer verify MODEL --plan {self.plan}",
             )
-        for name, values in (
-            ("--tensor-parallel-size", (self.tensor_parallel_size,)),
-            ("--entries", self.entries),
-            ("--prefill-rows", (self.prefill_rows,)),
-            ("--decode-batches", self.decode_batches),
-            ("--workers", (self.workers,)),
-        ):
-            if any(value is not None and value < 1 for value in values):
-                raise UserError(f"{name} must be at least 1")
+        require_least("--tensor-parallel-size", self.tensor_parallel_size, 1)
+        require_least("--entries", self.entries, 1)
+        require_least("--prefill-rows", self.prefill_rows, 1)
+        require_least("--decode-batches", self.decode_batches, 1)
+        require_least("--workers", self.workers, 1)
 
 
 def run(terminal: Terminal, options: VerifyOptions) -> int:

@@ -9,6 +9,7 @@ from metainfer.cli.terminal import Terminal
 from metainfer.cli.verb import Verb
 from metainfer.core.config import REQUIRED, flag
 from metainfer.core.errors import UserError
+from metainfer.core.ranges import require_least
 from metainfer.core.units import format_bytes
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -33,10 +34,8 @@ class SynthOptions:
     )
 
     def __post_init__(self) -> None:
-        if self.layers is not None and self.layers < 1:
-            raise UserError("--layers must be at least 1")
-        if self.max_shard_bytes < 1:
-            raise UserError("--max-shard-bytes must be at least 1")
+        require_least("--layers", self.layers, 1)
+        require_least("--max-shard-bytes", self.max_shard_bytes, 1)
 
 
 def run(terminal: Terminal, options: SynthOptions) -> int:
