@@ -3,26 +3,30 @@ GPUs reach; copy engines or kernels move them.
 
 All is queued in the current stream. Flags are numbers in shared host memory that streams write and
 wait for, so that the processor sees how far each rank is, names a late one, and frees streams that
-wait for a rank that has ended. What is queued here is not for graphs: halves take turns as the host
-counts.
+wait for a rank that has ended. Graphs may hold sums of few rows, which one kernel makes
+(`one_shot`); in all else halves take turns as the host counts.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
 from metainfer.comm.algorithms import Part
 from metainfer.comm.group import GroupError
 from metainfer.comm.host_memory import HostMemoryGroup, join_host_memory
+from metainfer.comm.one_shot import OneShot
+from metainfer.comm.queue import Queue
 from metainfer.comm.transport_group import Choose, TransportGroup, by_size
 from metainfer.comm.watch import Watch, Watchdog
 from metainfer.comm.world import CHANNEL_PIECE_BYTES, CHANNEL_PIECES, World, join
 from metainfer.core.errors import MetainferError
-from metainfer.hardware.curves import COPY, LOAD, STAGED
+from metainfer.hardware.curves import COPY, LOAD, STAGED, STORE
+from metainfer.kernels.triton.launch import Launcher
 
 T = TypeVar("T")
 
@@ -35,46 +39,22 @@ _ALIGNED, _GRAIN = 16, 64  # bytes, of what a kernel copies
 _FREED = 2**30  # a number that no counter reaches, for which every wait ends
 
 
-class Queue(Protocol):
-    """What a GPU does in the order that it is told (`device_queue.CudaQueue`).
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """How sums of rows of decode are made: in one kernel that stores into peers' memory, or loads
+    from there.
 
     Attributes:
-        device: where tensors are.
+        means: `STORE` or `LOAD`.
+        launch: starts the kernel.
     """
 
-    @property
-    def device(self) -> torch.device: ...
+    means: str
+    launch: Launcher
 
-    def allocate(self, size: int) -> int: ...
-
-    def free(self, address: int) -> None: ...
-
-    def export(self, address: int) -> bytes: ...
-
-    def open(self, exported: bytes) -> int: ...
-
-    def close(self, address: int) -> None: ...
-
-    def reach(self, address: int, size: int) -> int:
-        """Pin whole pages of the host; where this GPU finds them."""
-
-    def forget(self, address: int) -> None:
-        """Of pages of the host that were pinned."""
-
-    def copy_now(self, target: int, source: int, size: int) -> None:
-        """Queue a copy by the copy engine."""
-
-    def load_now(self, target: int, source: int, size: int) -> None:
-        """Queue a copy by a kernel, of multiples of 64 bytes between multiples of 16."""
-
-    def write_now(self, address: int, number: int) -> None:
-        """Queue the writing of a flag behind all that was queued."""
-
-    def wait_now(self, address: int, number: int) -> None:
-        """Queue a wait until a flag is `number` or more."""
-
-    def mark(self) -> Callable[[], bool]:
-        """Tells whether all that was queued so far is done."""
+    def of(self, queue: Queue, host: HostMemoryGroup, deadline_s: float) -> OneShot:
+        push = self.means == STORE
+        return OneShot(queue, self.launch, host, push=push, deadline_s=deadline_s)
 
 
 class DeviceTransport:
@@ -217,7 +197,7 @@ class DeviceGroup(TransportGroup):
 
     def __init__(
         self, queue: Queue, host: HostMemoryGroup, watch: Watch, means: str, choose: Choose,
-        wire: str,
+        wire: str, rows: Rows | None,
     ) -> None:  # fmt: skip
         """`host`: of this group alone."""
         transport = DeviceTransport(queue, host, host.claim_slot(range(host.size)), means)
@@ -225,7 +205,22 @@ class DeviceGroup(TransportGroup):
         self.device = queue.device
         self._queue, self._host, self._means = queue, host, means
         self._parts: list[DeviceGroup] = []
-        self._dog = Watchdog(watch, lambda error: transport.let_go())
+        self._rows_by = rows
+        self._rows = None if rows is None else rows.of(queue, host, watch.deadline_s)
+        self._dog = Watchdog(watch, lambda error: self._let_go())
+
+    def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
+        """Small ones in one kernel, which graphs may hold, where the group was joined so."""
+        if self._rows is None or self._wire != "plain" or not self._rows.takes(partial):
+            return super().all_reduce(partial)
+        with self._during("all_reduce", partial.nbytes):
+            return self._rows.all_reduce(partial)
+
+    def _let_go(self) -> None:
+        """End what this rank's queue waits for."""
+        self._transport.let_go()
+        if self._rows is not None:
+            self._rows.let_go()
 
     def settle(self) -> None:
         """Until all that was queued is done. Raises GroupError: a rank did not come in time, has
@@ -235,8 +230,10 @@ class DeviceGroup(TransportGroup):
             with self._during("other work", 0):
                 self._watch.until(done, self._transport.behind)
                 self._watch.check()  # where waits were let go, what came is worth nothing
+                if self._rows is not None:
+                    self._rows.check()
         except GroupError:
-            self._transport.let_go()
+            self._let_go()
             raise
 
     def gather(self, value: T) -> list[T] | None:
@@ -247,7 +244,9 @@ class DeviceGroup(TransportGroup):
 
     def part(self, ranks: Sequence[int]) -> DeviceGroup:
         host = self._host.part(ranks)
-        made = DeviceGroup(self._queue, host, self._watch, self._means, self._choose, self._wire)
+        made = DeviceGroup(
+            self._queue, host, self._watch, self._means, self._choose, self._wire, self._rows_by
+        )
         self._parts.append(made)
         return made
 
@@ -259,6 +258,8 @@ class DeviceGroup(TransportGroup):
             part.close()
         try:
             self.settle()
+            if self._rows is not None:
+                self._rows.close()
             self._transport.close(lambda: self._host.broadcast(None))
         except GroupError:
             pass  # the process ends, and with it what others may still have open
@@ -276,6 +277,7 @@ def join_devices(
     watch: Watch | None = None,
     choose: Choose = by_size,
     wire: str = "plain",
+    rows: Rows | None = None,
 ) -> DeviceGroup:
     """The group of all ranks, each with a GPU, once all are there.
 
@@ -283,6 +285,7 @@ def join_devices(
         means: how bytes come from a peer, one of `MEANS`.
         watch: of this rank, where it has joined already; None to join now.
         choose, wire: as of `join_host_memory`.
+        rows: how sums of rows of decode are made; None for as all others.
 
     Raises:
         GroupError: a rank did not come.
@@ -292,4 +295,4 @@ def join_devices(
         raise MetainferError(f"there is no means {means}, only {', '.join(MEANS)}")
     watch = watch or join(world, rank)
     host = join_host_memory(world, rank, watch=watch)
-    return DeviceGroup(queue, host, watch, means, choose, wire)
+    return DeviceGroup(queue, host, watch, means, choose, wire, rows)

@@ -1,4 +1,4 @@
-"""The queue of one GPU: the current stream of this process (`device_memory.Queue`)."""
+"""The queue of one GPU: the current stream of this process (`queue.Queue`)."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ class CudaQueue:
         torch.zeros(1, device=self.device)  # makes the context, which the driver's calls need
         self._driver = PeerDriver()
         self._launch = JitLauncher()
+        self._beside = torch.cuda.Stream(self.device)
 
     def allocate(self, size: int) -> int:
         return self._driver.allocate(size)
@@ -51,6 +52,9 @@ class CudaQueue:
 
     def write_now(self, address: int, number: int) -> None:
         self._driver.queue_write(address, number, self._stream())
+
+    def write_beside(self, address: int, number: int) -> None:
+        self._driver.queue_write(address, number, self._beside.cuda_stream)
 
     def wait_now(self, address: int, number: int) -> None:
         self._driver.queue_wait(address, number, self._stream())

@@ -13,7 +13,7 @@ _LONGEST_S = 20.0
 
 
 class CpuQueue:
-    """`device_memory.Queue` of a thread; "GPUs" reach all memory of the process.
+    """`comm.queue.Queue` of a thread; "GPUs" reach all memory of the process.
 
     Attributes:
         log: (what, bytes or number) of all that was done.
@@ -68,6 +68,9 @@ class CpuQueue:
 
     def write_now(self, address: int, number: int) -> None:
         self.log.append(("write", number))
+        ctypes.c_uint32.from_address(address).value = number
+
+    def write_beside(self, address: int, number: int) -> None:
         ctypes.c_uint32.from_address(address).value = number
 
     def wait_now(self, address: int, number: int) -> None:
