@@ -91,20 +91,13 @@ def expand_partials(
 
 
 @triton.jit
-def _shares(a, b, c, d, eps):
-    """Four numbers, divided by their sum and eps."""
-    inverse = 1.0 / (((a + b) + (c + d)) + eps)
-    return a * inverse, b * inverse, c * inverse, d * inverse
-
-
-@triton.jit
 def _softmax(at, eps):
     """Of four numbers in memory, and eps."""
     a, b, c, d = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
     most = tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
     a, b, c, d = tl.exp(a - most), tl.exp(b - most), tl.exp(c - most), tl.exp(d - most)
-    a, b, c, d = _shares(a, b, c, d, 0.0)
-    return a + eps, b + eps, c + eps, d + eps
+    inverse = 1.0 / ((a + b) + (c + d))
+    return a * inverse + eps, b * inverse + eps, c * inverse + eps, d * inverse + eps
 
 
 @triton.jit
@@ -133,23 +126,34 @@ def _finish_row(
     c0, c1, c2, c3 = _softmax(at + 8, eps)
     d0, d1, d2, d3 = _softmax(at + 12, eps)
     tl.debug_barrier()
-    a0, b0, c0, d0 = _shares(a0, b0, c0, d0, eps)
-    a1, b1, c1, d1 = _shares(a1, b1, c1, d1, eps)
-    a2, b2, c2, d2 = _shares(a2, b2, c2, d2, eps)
-    a3, b3, c3, d3 = _shares(a3, b3, c3, d3, eps)
+    # After any round the matrix is r[i] comb[i, j] c[j]; v and w are 1 / r and 1 / c.
+    r0, r1, r2, r3 = 1.0, 1.0, 1.0, 1.0
+    v0, v1, v2, v3 = 1.0, 1.0, 1.0, 1.0
+    w0 = _weighed(a0, b0, c0, d0, r0, r1, r2, r3, eps)
+    w1 = _weighed(a1, b1, c1, d1, r0, r1, r2, r3, eps)
+    w2 = _weighed(a2, b2, c2, d2, r0, r1, r2, r3, eps)
+    w3 = _weighed(a3, b3, c3, d3, r0, r1, r2, r3, eps)
     for _ in range(ITERATIONS - 1):
-        a0, a1, a2, a3 = _shares(a0, a1, a2, a3, eps)
-        b0, b1, b2, b3 = _shares(b0, b1, b2, b3, eps)
-        c0, c1, c2, c3 = _shares(c0, c1, c2, c3, eps)
-        d0, d1, d2, d3 = _shares(d0, d1, d2, d3, eps)
-        a0, b0, c0, d0 = _shares(a0, b0, c0, d0, eps)
-        a1, b1, c1, d1 = _shares(a1, b1, c1, d1, eps)
-        a2, b2, c2, d2 = _shares(a2, b2, c2, d2, eps)
-        a3, b3, c3, d3 = _shares(a3, b3, c3, d3, eps)
-    _store_four(at, a0, a1, a2, a3)
-    _store_four(at + 4, b0, b1, b2, b3)
-    _store_four(at + 8, c0, c1, c2, c3)
-    _store_four(at + 12, d0, d1, d2, d3)
+        k0, k1, k2, k3 = 1.0 / w0, 1.0 / w1, 1.0 / w2, 1.0 / w3
+        v0 = _weighed(a0, a1, a2, a3, k0, k1, k2, k3, eps * v0)
+        v1 = _weighed(b0, b1, b2, b3, k0, k1, k2, k3, eps * v1)
+        v2 = _weighed(c0, c1, c2, c3, k0, k1, k2, k3, eps * v2)
+        v3 = _weighed(d0, d1, d2, d3, k0, k1, k2, k3, eps * v3)
+        r0, r1, r2, r3 = 1.0 / v0, 1.0 / v1, 1.0 / v2, 1.0 / v3
+        w0 = _weighed(a0, b0, c0, d0, r0, r1, r2, r3, eps * w0)
+        w1 = _weighed(a1, b1, c1, d1, r0, r1, r2, r3, eps * w1)
+        w2 = _weighed(a2, b2, c2, d2, r0, r1, r2, r3, eps * w2)
+        w3 = _weighed(a3, b3, c3, d3, r0, r1, r2, r3, eps * w3)
+    k0, k1, k2, k3 = 1.0 / w0, 1.0 / w1, 1.0 / w2, 1.0 / w3
+    _store_four(at, a0 * r0 * k0, a1 * r0 * k1, a2 * r0 * k2, a3 * r0 * k3)
+    _store_four(at + 4, b0 * r1 * k0, b1 * r1 * k1, b2 * r1 * k2, b3 * r1 * k3)
+    _store_four(at + 8, c0 * r2 * k0, c1 * r2 * k1, c2 * r2 * k2, c3 * r2 * k3)
+    _store_four(at + 12, d0 * r3 * k0, d1 * r3 * k1, d2 * r3 * k2, d3 * r3 * k3)
+
+
+@triton.jit
+def _weighed(a, b, c, d, x, y, z, w, rest):
+    return ((a * x + b * y) + (c * z + d * w)) + rest
 
 
 @triton.jit
