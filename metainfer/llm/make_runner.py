@@ -51,6 +51,7 @@ def make_runner(
         target=target,
         kernel_order=plan.kernel_order.value,
         group=group or Solo(),
+        context=plan.prefill_context_parallel_size.value,
         device=device,
         compute_dtype=getattr(torch, plan.compute_dtype.value),
         activations=plan.activations.value,

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import torch
 
-from metainfer.comm.group import Aborted, Group
+from metainfer.comm.group import Aborted, check_part
 from metainfer.comm.host_memory import join_host_memory
 from metainfer.comm.library import join_library
 from metainfer.comm.world import World
@@ -30,23 +30,35 @@ class StandingGroup:
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
-        self.calls = 0
+        self._calls = 0
+        self._parts: list[tuple[tuple[int, ...], StandingGroup]] = []
         self._joined: Abortable | None = None
         self._broken: str | None = None
 
+    @property
+    def calls(self) -> int:
+        return self._calls + sum(part.calls for _, part in self._parts)
+
     def meet(self, joined: Abortable) -> None:
-        """Use `joined` from now on; the one before is left."""
+        """Use `joined` from now on, and its parts; the one before is left."""
         before, self._joined = self._joined, joined
         self._broken = None
-        self.calls = 0
+        self._calls = 0
+        for ranks, part in self._parts:
+            part.meet(joined.part(ranks))
         if before is not None:
             before.close()
 
     def abort(self, why: str) -> None:
         """End what all ranks wait for, until they meet anew. May be called from any thread."""
-        self._broken = self._broken or why
+        self._break(why)
         if self._joined is not None:
             self._joined.abort(why)
+
+    def _break(self, why: str) -> None:
+        self._broken = self._broken or why
+        for _, part in self._parts:
+            part._break(why)
 
     def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
         return self._group().all_reduce(partial)
@@ -72,8 +84,13 @@ class StandingGroup:
     def broadcast(self, value: T) -> T:
         return self._group().broadcast(value)
 
-    def part(self, ranks: Sequence[int]) -> Group:
-        return self._group().part(ranks)
+    def part(self, ranks: Sequence[int]) -> StandingGroup:
+        """Stands as long as this one does, and may be made before the ranks meet."""
+        part = StandingGroup(check_part(ranks, self), len(ranks))
+        self._parts.append((tuple(ranks), part))
+        if self._joined is not None:
+            part.meet(self._joined.part(ranks))
+        return part
 
     def close(self) -> None:
         if self._joined is not None:
@@ -84,7 +101,7 @@ class StandingGroup:
             raise MetainferError(f"rank {self.rank} has not met the others yet")
         if self._broken is not None:
             raise Aborted(self._broken)
-        self.calls += 1
+        self._calls += 1
         return self._joined
 
 

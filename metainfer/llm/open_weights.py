@@ -31,16 +31,22 @@ def open_weights(
 
     Raises UserError, CheckpointError: as `Checkpoint.open`.
     """
-    size = plan.tensor_parallel_size.value
+    size, context = plan.tensor_parallel_size.value, plan.prefill_context_parallel_size.value
     if settings.load_format == LoadFormat.DUMMY:
         return DummyCheckpoint(
-            arch, plan.device.value, rank=rank, size=size, on_progress=on_progress
+            arch,
+            plan.device.value,
+            rank=rank,
+            size=size,
+            context=context,
+            on_progress=on_progress,
         )
     return Checkpoint.open(
         source,
         arch,
         rank=rank,
         size=size,
+        context=context,
         on_progress=on_progress,
         more_layers=cuts_layers(settings.hf_overrides),
     )

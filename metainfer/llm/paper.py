@@ -56,11 +56,17 @@ class Paper:
         arch = with_few_layers(arch)
         registry = builtin_registry(self._launch).with_tuned(tuned)
         self._products = library_shapes()
-        ranks = plan.tensor_parallel_size.value
+        ranks, context = plan.tensor_parallel_size.value, plan.prefill_context_parallel_size.value
         group = OnPaper(0, ranks) if ranks > 1 else None
         with torch.device("meta"):
             _, self._runner = make_runner(
-                arch, plan, ShapesOnly(arch, ranks), registry, target, group=group, on_paper=True
+                arch,
+                plan,
+                ShapesOnly(arch, ranks, context),
+                registry,
+                target,
+                group=group,
+                on_paper=True,
             )
 
     def of_step(self, step: Step) -> Units:

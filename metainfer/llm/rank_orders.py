@@ -33,6 +33,8 @@ class Abortable(Group, Protocol):
     def abort(self, why: str) -> None:
         """End what all ranks wait for."""
 
+    def part(self, ranks: Sequence[int]) -> Abortable: ...
+
 
 class Meeting(Protocol):
     """Where ranks become a group; it can be sent to their processes."""

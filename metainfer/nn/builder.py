@@ -104,8 +104,7 @@ class LayerBuilder:
     def weighted(self, op: str, case: Any, *weights: Any) -> Callable[..., Any]:
         """An op bound to `case` and to `weights` (tensors, or tuples of them), prepared once."""
         kernel = self._bind(op, case)
-        weights = tuple(self._placed(weight) for weight in weights)
-        prepared = kernel.prepare(*weights)
+        prepared = kernel.prepare(*(self._placed(weight) for weight in weights))
         fresh = [t for t in _tensors(prepared) if not (self._again and _lies_in(t, weights))]
         self.weights_nbytes += sum(tensor.nbytes for tensor in fresh)
         return partial(kernel.run, prepared)

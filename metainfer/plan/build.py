@@ -30,6 +30,7 @@ from metainfer.plan.plan import Origin, Plan, Value
 from metainfer.plan.proof import CacheProof
 from metainfer.plan.ranks import (
     collectives,
+    prefill_context_parallel_size,
     rank_count,
     rank_gpus,
     refuse_code_of_others,
@@ -99,6 +100,7 @@ def build_plan(
     device = _device(machine, served, capabilities)
     _refuse_contradictions(arch, settings)
     ranks = tensor_parallel_size(arch, settings)
+    context = prefill_context_parallel_size(settings)
     carried = collectives(target, ranks.value)
     formats = choose_formats(machine, arch, settings, capabilities, proof)
     residency, kernel_order = _residency(served, capabilities)
@@ -119,6 +121,7 @@ def build_plan(
         draft_rows=draft_rows.value,
         captures=cuda_graphs.value == "on",
         ranks=ranks.value,
+        context=context.value,
     )
     if target.type == "cuda":
         rank_gpus(machine, fixed.gpu, fixed.ranks)  # says where they are too few
@@ -133,6 +136,7 @@ def build_plan(
         cache_dtype=formats.cache_dtype,
         index_cache_dtype=formats.index_cache_dtype,
         tensor_parallel_size=ranks,
+        prefill_context_parallel_size=context,
         collectives=carried,
         max_model_len=sizes.max_model_len,
         max_num_seqs=sizes.max_num_seqs,

@@ -7,6 +7,7 @@ step of the largest shape holds at once; the dry run at start-up (`llm.engine`) 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -42,18 +43,32 @@ GPU_WORKSPACE_BYTES = 2 * 2**30
 _FP32_PARTS = (".compressor.", ".ffn.gate.", ".mlp.gate.", ".weights_proj.")
 _QUANTISED = (DType.F8_E4M3, DType.I8)
 
+# Columns, and rows of two matrices that are stacked.
+_IN_PIECES = re.compile(r"\.(attn\.wo_b|shared_experts\.w[123])\.")
 
-def weights_bytes(arch: Arch, residency: str, compute_dtype: str, ranks: int = 1) -> int:
-    """Memory of the weights of one of `ranks` ranks; drafting blocks are not loaded."""
-    return sum(
-        resident_bytes(
-            replace(spec, shape=rank_shape(spec.name, spec.shape, ranks)),
-            residency,
-            ELEMENT_BYTES[compute_dtype],
-        )
-        for spec in iterate(arch)
-        if not spec.name.startswith(MTP_PREFIX)
-    )
+
+def weights_bytes(
+    arch: Arch, residency: str, compute_dtype: str, ranks: int = 1, context: int = 1
+) -> int:
+    """Memory of the weights of one of `ranks` ranks; drafting blocks are not loaded.
+
+    Args:
+        context: ranks that share the tokens of long prefills. They have the same heads; of what
+            does not lie together in those, decoding has its part a second time.
+    """
+
+    def resident(spec: TensorSpec, context: int) -> int:
+        part = replace(spec, shape=rank_shape(spec.name, spec.shape, ranks, context))
+        return resident_bytes(part, residency, ELEMENT_BYTES[compute_dtype])
+
+    total = 0
+    for spec in iterate(arch):
+        if spec.name.startswith(MTP_PREFIX):
+            continue
+        total += resident(spec, context)
+        if context > 1 and _IN_PIECES.search(spec.name):
+            total += resident(spec, 1)
+    return total
 
 
 def resident_bytes(spec: TensorSpec, residency: str, compute_bytes: int) -> int:

@@ -46,6 +46,7 @@ class Fixed:
     draft_rows: int
     captures: bool  # decode steps are captured as graphs
     ranks: int = 1  # that share the model; all sizes are of one of them
+    context: int = 1  # of these, that share the tokens of long prefills
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ class Sizes:
 
 def fit_memory(machine: Machine, arch: Arch, settings: EngineSettings, fixed: Fixed) -> Sizes:
     """Raises UserError, with the amounts and the flag to change, for what does not fit."""
-    weights = weights_bytes(arch, fixed.residency, fixed.compute_dtype, fixed.ranks)
+    weights = weights_bytes(arch, fixed.residency, fixed.compute_dtype, fixed.ranks, fixed.context)
     fit = _Fit(arch, settings, fixed, _budget(machine, settings, fixed), weights)
     length, seqs = fit.length_and_seqs()
     blocks = fit.blocks(length.value, seqs.value)

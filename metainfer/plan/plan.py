@@ -51,6 +51,7 @@ class Plan:
         cache_dtype: format of the caches of latents and entries, "float32", "bfloat16" or "fp8".
         index_cache_dtype: format of index keys: one of these, or "fp4".
         tensor_parallel_size: ranks that share the model.
+        prefill_context_parallel_size: of these, how many share the tokens of long prefills.
         collectives: what carries their sums (`plan.ranks`).
         max_model_len: longest sequence, prompt and output together.
         max_num_seqs: sequences that run at once; each owns one state slot.
@@ -82,6 +83,7 @@ class Plan:
     cache_dtype: Value[str]
     index_cache_dtype: Value[str]
     tensor_parallel_size: Value[int]
+    prefill_context_parallel_size: Value[int]
     collectives: Value[str]
     max_model_len: Value[int]
     max_num_seqs: Value[int]

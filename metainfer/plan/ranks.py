@@ -30,6 +30,20 @@ def tensor_parallel_size(arch: Arch, settings: EngineSettings) -> Value[int]:
     return Value(given, Origin.FLAG, "given with --tensor-parallel-size")
 
 
+def prefill_context_parallel_size(settings: EngineSettings) -> Value[int]:
+    """Raises UserError where it does not divide the ranks."""
+    name, given = "--prefill-context-parallel-size", settings.prefill_context_parallel_size
+    if given is None:
+        return Value(1, Origin.DEFAULT, "every rank computes all rows, with its share of heads")
+    ranks = rank_count(settings)
+    if ranks % given:
+        raise UserError(
+            f"{name} {given} does not divide the {ranks} ranks of --tensor-parallel-size",
+            hint=f"give a divisor of {ranks}, or leave it out",
+        )
+    return Value(given, Origin.FLAG, f"given with {name}")
+
+
 def collectives(target: Target, ranks: int) -> Value[str]:
     """What carries the collectives of ranks of one host."""
     if ranks == 1:

@@ -120,6 +120,13 @@ class EngineSettings:
         aliases=("-tp", "--tp-size", "--tp"),
         unit="ranks",
     )
+    prefill_context_parallel_size: int | None = flag(
+        "--prefill-context-parallel-size",
+        "Of these ranks, how many share the tokens of long prompts; each of them keeps whole"
+        " attention weights, and decoding still divides heads over all",
+        aliases=("-pcp", "--attn-cp-size"),
+        unit="ranks",
+    )
     max_model_len: int | None = flag(
         "--max-model-len",
         "Longest sequence, prompt and output together",
@@ -213,6 +220,7 @@ class EngineSettings:
         _require_choice("--index-cache-dtype", self.index_cache_dtype, INDEX_DTYPES)
         _require_choice("--weights-residency", self.weights_residency, tuple(Residency))
         _require_least("--tensor-parallel-size", self.tensor_parallel_size, 1)
+        _require_least("--prefill-context-parallel-size", self.prefill_context_parallel_size, 1)
         # One token of prompt and one of output.
         _require_least("--max-model-len", self.max_model_len, 2)
         _require_least("--max-num-seqs", self.max_num_seqs, 1)

@@ -13,6 +13,7 @@ import torch
 from metainfer.arch.tiny import tiny_config, tiny_quantised_config
 from metainfer.comm.group import Group
 from metainfer.comm.virtual import run_ranks, virtual_groups
+from metainfer.plan.ledger import weights_bytes
 from tests.fakes.random_models import HARD, RandomModel, random_model
 from tests.fakes.steps import Driver, load_model
 
@@ -96,3 +97,16 @@ def test_ranks_give_the_logits_of_one(
         assert first.shape == expected.shape
         assert bool(((first - expected).abs() < TOLERANCE).all()), number
         assert all(torch.equal(other[number], first) for other in found[1:])
+
+
+def test_the_ledger_counts_what_ranks_keep(quantised: RandomModel) -> None:
+    """Within a few vectors, where backends keep weights as their files do."""
+
+    def kept(group: Group) -> int:
+        args = quantised.directory, quantised.arch
+        return load_model(
+            *args, kernel_order="*=cpu,reference", group=group, context=2
+        ).weights_nbytes
+
+    planned = weights_bytes(quantised.arch, "quantised", "float32", 2, 2)
+    assert run_ranks(virtual_groups(2), kept) == pytest.approx([planned] * 2, rel=0.03)

@@ -116,8 +116,10 @@ def test_requests_without_a_seed_are_drawn_alike_on_all_ranks(
 def test_four_ranks_ahead_give_what_one_gives_and_end_with_the_engine(
     model: RandomModel, expected: list[Result]
 ) -> None:
+    """Pairs of them share the tokens of prompts."""
     before = processes_of(os.getpid())
-    flags = {"tensor_parallel_size": 4, "async_scheduling": True, **FLAGS}
+    ranks = {"tensor_parallel_size": 4, "prefill_context_parallel_size": 2}
+    flags = {**ranks, "async_scheduling": True, **FLAGS}
     with load_engine(model, **flags) as engine:
         born = processes_of(os.getpid()) - before
         assert len(born) >= 3

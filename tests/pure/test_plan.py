@@ -293,6 +293,10 @@ def test_what_does_not_fit_says_how_much_and_what_to_change():
     [
         ({"max_model_len": 5000}, "--max-model-len 5000 is more than the 4096 tokens"),
         ({"tensor_parallel_size": 3}, "attention heads: 4 is not a multiple of 3"),
+        (
+            {"tensor_parallel_size": 2, "prefill_context_parallel_size": 4},
+            "--prefill-context-parallel-size 4 does not divide the 2 ranks",
+        ),
         ({"num_blocks_override": 9, "memory_utilization": 0.5}, "both set the size of the cache"),
         ({"num_blocks_override": 9, "max_model_len": 2000}, "at least --num-blocks 16"),
         ({"num_blocks_override": 10**14}, "and there are 34.4 GB in all"),
