@@ -29,7 +29,7 @@ from metainfer.ops.floor import Rates, operands_of
 KIND = "metainfer verify"
 RECORD_VERSION = 2
 _SOURCES = Path(__file__).parent, Path(__file__).parents[1] / "ops"
-_SUFFIXES = (".py", ".c", ".cu", ".cuh", ".ptx")
+_SUFFIXES = (".py", ".c", ".h", ".cu", ".cuh", ".ptx")
 
 
 def default_cache() -> Path:

@@ -1,4 +1,4 @@
-"""The C library: compiled once per source, compiler flags and CPU, and kept in the user's cache."""
+"""The C library: compiled once per sources, flags and CPU, and kept in the user's cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-SOURCE = Path(__file__).with_name("kernels.c")
+_HERE = Path(__file__).parent
+_SOURCES = tuple(_HERE / f"{name}.c" for name in ("attention", "hc", "linear", "moe", "norm"))
+_HEADER = _HERE / "numbers.h"
 _COMPILERS = ("cc", "gcc", "clang")
 # Sums may be reordered, so that they are vectorised; NaN and infinities keep their meaning.
 _FLAGS = (
@@ -88,7 +90,8 @@ def _require_ours(cache: Path) -> None:
 
 def _key(compiler: str) -> str:
     """Changes with everything that the machine code depends on."""
-    parts = [SOURCE.read_bytes(), compiler.encode(), repr(_FLAGS).encode(), _cpu()]
+    sources = [path.read_bytes() for path in (_HEADER, *_SOURCES)]
+    parts = [*sources, compiler.encode(), repr(_FLAGS).encode(), _cpu()]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
 
 
@@ -115,7 +118,7 @@ def _compiled(compiler: str, path: Path) -> Library:
     os.close(handle)
     try:
         done = subprocess.run(
-            [compiler, *_FLAGS, "-o", unfinished, str(SOURCE), "-lm"],
+            [compiler, *_FLAGS, "-o", unfinished, *map(str, _SOURCES), "-lm"],
             capture_output=True,
             text=True,
             errors="replace",
