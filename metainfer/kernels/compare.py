@@ -194,14 +194,18 @@ def _same_choice(
     case: Any, call: Call, actual: tuple[Any, ...], expected: tuple[Any, ...], tolerance: float
 ) -> Comparison:
     """As many entries, ascending and distinct; where a rounding lets the choice differ, entries
-    whose true scores are equal within the tolerance. Blocks of candidates likewise."""
+    whose true scores are equal within the tolerance. Blocks of candidates likewise. Scores, where
+    they are given, are those of the entries."""
+    scores: tuple[torch.Tensor, ...] = ()
+    if case.gives_scores and len(call.arguments) == _DECODE_ARGUMENTS:
+        actual, scores, expected = actual[:1], actual[1:], expected[:1]
     if case.gives_rows and len(call.arguments) == _DECODE_ARGUMENTS:
         lists_TE = call.arguments[3]
         actual, expected = (
             tuple(entry_numbers(lists_TE, rows_TK) for rows_TK in results)
             for results in (actual, expected)
         )
-    found = []
+    found = [_same_scores(case, call, actual[0], own_TK, tolerance) for own_TK in scores]
     for place, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
         if not torch.equal(ours < 0, theirs < 0):
             return Comparison(torch.inf, "another number of entries was chosen")
@@ -217,6 +221,26 @@ def _same_choice(
             problem = f"row {row} misses an entry that scores {off:.3g} more than one it has"
             found.append(Comparison(off / largest, "" if off <= tolerance * largest else problem))
     return worst(found)
+
+
+def _same_scores(
+    case: Any, call: Call, ids_TK: torch.Tensor, scores_TK: torch.Tensor, tolerance: float
+) -> Comparison:
+    """Whether each entry has its own score, as far as rounding goes, and -1 has -inf."""
+    if not torch.equal(scores_TK == -torch.inf, ids_TK < 0):
+        return Comparison(torch.inf, "scores and entries are not of the same places")
+    furthest = 0.0
+    for row, (ids_K, scores_K) in enumerate(zip(ids_TK, scores_TK, strict=True)):
+        own_K = ids_K[ids_K >= 0]
+        if not len(own_K):
+            continue
+        least = torch.finfo(torch.float32).min
+        scores_E = index_scores(case, call, row).nan_to_num(nan=least)
+        largest = max([0.0, *scores_E[scores_E > least].abs().tolist()])
+        off_K = (scores_E[own_K] - scores_K[: len(own_K)].double()).abs()
+        furthest = max(furthest, float(off_K.max()) / (largest or 1.0))
+    problem = f"a score is off by {furthest:.3g} of the largest"
+    return Comparison(furthest, "" if furthest <= tolerance else problem)
 
 
 def _same_routes(

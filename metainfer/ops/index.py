@@ -24,6 +24,8 @@ class IndexCase:
     candidate_block: entries of such a block.
     publishes: this use names the candidates; with B > 0 and without it, it is given them.
     gives_rows: in decode, entries are named by their rows in the lists; not with candidates.
+    gives_scores: in decode, scores are returned too, for a choice among those of several shards of
+        the entries; not with candidates.
     """
 
     heads: int
@@ -36,6 +38,7 @@ class IndexCase:
     candidate_block: int = 8
     publishes: bool = False
     gives_rows: bool = False
+    gives_scores: bool = False
 
     @property
     def searches_candidates(self) -> bool:
@@ -45,6 +48,11 @@ class IndexCase:
 def decode_case(case: IndexCase) -> IndexCase:
     """As decode steps use it where prefill uses `case`: attention wants rows of a cache."""
     return replace(case, gives_rows=not case.candidate_blocks)
+
+
+def shard_case(case: IndexCase) -> IndexCase:
+    """As decode steps use it where each rank has a shard of the entries."""
+    return replace(case, gives_scores=True)
 
 
 def key_bytes(case: IndexCase) -> int:
@@ -69,7 +77,8 @@ def _flops(case: IndexCase, scores: int) -> float:
 def _row_bytes(case: IndexCase) -> float:
     """Queries, head weights, ids and candidates of one row."""
     numbers = case.topk + case.candidate_blocks
-    return case.heads * (key_bytes(case) + 4.0) + 8.0 * numbers
+    scores = 4.0 * case.topk if case.gives_scores else 0.0
+    return case.heads * (key_bytes(case) + 4.0) + 8.0 * numbers + scores
 
 
 def _cost(case: IndexCase, load: Load) -> Cost:
@@ -102,6 +111,7 @@ _CASES = {
     "glm-5.3": (_GLM, replace(_GLM, key_format=DENSE)),
     "pebble": (IndexCase(64, 128, 128),),
 }
+_SHARDED = ("deepseek-v4-flash", "pebble")  # what the engine runs
 _SMALL = (
     IndexCase(16, 32, 8, dtype="float32"),
     IndexCase(3, 16, 5, dtype="float32"),
@@ -182,12 +192,23 @@ INDEX_TOPK_DECODE = Op(
         {_RETURNS}
         Where the case gives rows, rows_TK in place of ids_TK: what key_rows_TE has for each of
         these entries, then -1.
+        Where the case gives scores, (ids_TK or rows_TK, scores_TK): fp32 [T, K], the score of each
+        of them as it was compared, NaN as the least finite number; then -inf.
     """,
-    cases={name: tuple(decode_case(case) for case in cases) for name, cases in _CASES.items()},
+    cases={
+        name: (
+            *(decode_case(case) for case in cases),
+            *(shard_case(case) for case in cases if name in _SHARDED),
+        )
+        for name, cases in _CASES.items()
+    },
     small_cases=(
         *_SMALL,
         IndexCase(16, 32, 8, dtype="float32", gives_rows=True),
         IndexCase(8, 128, 8, key_format="index_fp8", gives_rows=True),
+        IndexCase(16, 32, 8, dtype="float32", gives_scores=True),
+        IndexCase(64, 32, 8, gives_rows=True, gives_scores=True),
+        IndexCase(4, 128, 6, key_format="index_fp4", gives_scores=True),
     ),
     cost=_decode_cost,
 )

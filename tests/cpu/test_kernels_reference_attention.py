@@ -74,11 +74,17 @@ def chosen(most: int, scores: list[float]) -> list[int]:
 def check_choice(op: str, case: Any, variant: str) -> None:
     call = make(op, case, variant)
     ids_TK, *blocks = run(REGISTRY, op, REFERENCE, case, call)
+    scores_TK = blocks.pop() if case.gives_scores else None
     if case.gives_rows:
         ids_TK = entry_numbers(call.arguments[3], ids_TK)
     for row in range(len(ids_TK)):
         scores_E = index_scores(case, call, row)
         assert ids_TK[row].tolist() == chosen(case.topk, scores_E.tolist())
+        if scores_TK is not None:
+            plain_E = scores_E.nan_to_num(nan=torch.finfo(torch.float32).min)
+            own_K = ids_TK[row][ids_TK[row] >= 0]
+            assert torch.allclose(scores_TK[row, : len(own_K)].double(), plain_E[own_K], atol=1e-4)
+            assert bool((scores_TK[row, len(own_K) :] == -torch.inf).all())
         if blocks:
             scores = block_scores(case, scores_E.nan_to_num(torch.finfo(torch.float64).min))
             assert blocks[0][row].tolist() == chosen(case.candidate_blocks, scores.tolist())

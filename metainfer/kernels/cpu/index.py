@@ -11,7 +11,7 @@ from metainfer.kernels.cpu.backend import cpu_backend, on_cpu
 from metainfer.kernels.cpu.coded import key_numbers
 from metainfer.kernels.cpu.tiles import row_tiles
 from metainfer.kernels.reference.dtypes import TORCH_DTYPES
-from metainfer.kernels.reference.index import listed_rows
+from metainfer.kernels.reference.index import listed_rows, scores_of
 from metainfer.kernels.registry import Verdict, no
 from metainfer.ops.base import Target
 from metainfer.ops.index import DENSE, IndexCase
@@ -78,7 +78,8 @@ def _choose_run(
             continue
         q_tHI = q_THI[tile]
         products_tHE = (q_tHI.flatten(0, 1) @ keys_EI[:most].T).unflatten(0, (-1, case.heads))
-        ids_TK[tile] = _choose(case, products_tHE, weights_TH[tile], seen_t)
+        scores_tE = _scores(case, products_tHE, weights_TH[tile])
+        ids_TK[tile] = _choose(case, scores_tE, seen_t)
 
 
 def index_topk_decode(
@@ -88,9 +89,11 @@ def index_topk_decode(
     keys: Coded,
     key_rows_TE: torch.Tensor,
     candidates_TB: torch.Tensor | None,
-) -> torch.Tensor:
-    ids_TK = _chosen_of_lists(case, q, weights_TH, keys, key_rows_TE)
-    return listed_rows(key_rows_TE, ids_TK) if case.gives_rows else ids_TK
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    scores_TK = torch.empty(len(key_rows_TE), case.topk) if case.gives_scores else None
+    ids_TK = _chosen_of_lists(case, q, weights_TH, keys, key_rows_TE, scores_TK)
+    chosen_TK = listed_rows(key_rows_TE, ids_TK) if case.gives_rows else ids_TK
+    return chosen_TK if scores_TK is None else (chosen_TK, scores_TK)
 
 
 def _chosen_of_lists(
@@ -99,10 +102,14 @@ def _chosen_of_lists(
     weights_TH: torch.Tensor,
     keys: Coded,
     key_rows_TE: torch.Tensor,
+    scores_TK: torch.Tensor | None,
 ) -> torch.Tensor:
+    """Numbers of the entries; their scores go to `scores_TK`."""
     rows, entries = key_rows_TE.shape
     seen_T = (key_rows_TE >= 0).sum(1)
-    if entries <= case.topk:
+    if scores_TK is not None and not entries:
+        scores_TK.fill_(-torch.inf)
+    if entries <= case.topk and (scores_TK is None or not entries):
         return _first(case, seen_T)
     q_THI = _numbers(case, q)
     ids_TK = torch.empty(rows, case.topk, dtype=torch.int64)
@@ -112,7 +119,10 @@ def _chosen_of_lists(
         listed = _numbers(case, keys, key_rows_TE[tile].flatten().clamp(min=0))
         keys_tEI = listed.view(-1, entries, case.width)
         products_tHE = torch.bmm(q_THI[tile], keys_tEI.transpose(1, 2))
-        ids_TK[tile] = _choose(case, products_tHE, weights_TH[tile], seen_T[tile])
+        scores_tE = _scores(case, products_tHE, weights_TH[tile])
+        ids_TK[tile] = _choose(case, scores_tE, seen_T[tile])
+        if scores_TK is not None:
+            scores_TK[tile] = scores_of(scores_tE, ids_TK[tile])
     return ids_TK
 
 
@@ -132,15 +142,19 @@ def _first(case: IndexCase, seen_T: torch.Tensor) -> torch.Tensor:
     return torch.where(number_K < seen_T.unsqueeze(1), number_K, -1)
 
 
-def _choose(
-    case: IndexCase, products_THE: torch.Tensor, weights_TH: torch.Tensor, seen_T: torch.Tensor
-) -> torch.Tensor:
-    """The K best of the first `seen` entries of each row."""
+def _scores(case: IndexCase, products_THE: torch.Tensor, weights_TH: torch.Tensor) -> torch.Tensor:
+    """fp32, never below the least finite number, NaN included."""
     scale = (case.width * case.heads) ** -0.5
     weights_T1H = (weights_TH * scale).unsqueeze(1)
     scores_TE = torch.bmm(weights_T1H, products_THE.float().relu_()).squeeze(1)
     worst = torch.finfo(torch.float32).min
-    scores_TE.nan_to_num_(nan=worst, neginf=worst)
+    return scores_TE.nan_to_num_(nan=worst, neginf=worst)
+
+
+def _choose(case: IndexCase, scores_TE: torch.Tensor, seen_T: torch.Tensor) -> torch.Tensor:
+    """The K best of the first `seen` entries of each row; scores of the others are lost."""
+    if scores_TE.shape[1] <= case.topk:
+        return _first(case, seen_T)
     unseen_TE = torch.arange(scores_TE.shape[1]) >= seen_T.unsqueeze(1)
     scores_TE.masked_fill_(unseen_TE, -torch.inf)
     last_T1 = scores_TE.topk(case.topk, sorted=False).values.amin(1, keepdim=True)

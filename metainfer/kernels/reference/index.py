@@ -61,8 +61,11 @@ def index_topk_decode(
     chosen = _in_tiles(case, q, weights_TH, key_rows_TE.shape[1], candidates_TB, scores)
     if not case.gives_rows:
         return chosen
-    assert isinstance(chosen, torch.Tensor), "blocks of candidates have no rows"
-    return listed_rows(key_rows_TE, chosen)
+    if isinstance(chosen, torch.Tensor):
+        return listed_rows(key_rows_TE, chosen)
+    assert case.gives_scores, "blocks of candidates have no rows"
+    ids_TK, scores_TK = chosen
+    return listed_rows(key_rows_TE, ids_TK), scores_TK
 
 
 def listed_rows(key_rows_TE: torch.Tensor, ids_TK: torch.Tensor) -> torch.Tensor:
@@ -70,6 +73,13 @@ def listed_rows(key_rows_TE: torch.Tensor, ids_TK: torch.Tensor) -> torch.Tensor
     if not key_rows_TE.shape[1]:
         return ids_TK
     return key_rows_TE.gather(1, ids_TK.clamp(min=0)).masked_fill_(ids_TK < 0, -1)
+
+
+def scores_of(scores_TE: torch.Tensor, ids_TK: torch.Tensor) -> torch.Tensor:
+    """Those of the entries with these numbers; -inf for -1."""
+    if not scores_TE.shape[1]:
+        return torch.full_like(ids_TK, -torch.inf, dtype=scores_TE.dtype)
+    return scores_TE.gather(1, ids_TK.clamp(min=0)).masked_fill_(ids_TK < 0, -torch.inf)
 
 
 def _plain(case: IndexCase, coded: Coded, rows: torch.Tensor | slice) -> torch.Tensor:
@@ -93,6 +103,7 @@ def _in_tiles(
     rows, device = len(weights_TH), weights_TH.device
     ids_TK = torch.full((rows, case.topk), -1, device=device)
     blocks_TB = torch.full((rows, case.candidate_blocks), -1, device=device)
+    scores_TK = torch.empty(rows, case.topk if case.gives_scores else 0, device=device)
     for tile in _tiles(rows, max(case.heads, case.width) * entries):
         products_THE, seen_TE = scores(tile, _plain(case, q, tile))
         scores_TE = _scores(case, products_THE, weights_TH[tile])
@@ -101,6 +112,10 @@ def _in_tiles(
         ids_TK[tile] = _best(scores_TE, seen_TE, case.topk)
         if case.publishes:
             blocks_TB[tile] = _best_blocks(case, scores_TE, seen_TE)
+        if case.gives_scores:
+            scores_TK[tile] = scores_of(scores_TE, ids_TK[tile])
+    if case.gives_scores:
+        return ids_TK, scores_TK
     return (ids_TK, blocks_TB) if case.publishes else ids_TK
 
 

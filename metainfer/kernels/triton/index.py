@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from metainfer.kernels.reference.index import listed_rows
 from metainfer.kernels.registry import Verdict, no
 from metainfer.kernels.triton.backend import Declared, on_gpu
 from metainfer.kernels.triton.index_scores import (
@@ -51,6 +52,8 @@ def eligible(case: IndexCase, target: Target) -> Verdict:
         return no(f"takes at most {_MOST_HEADS} heads, not {case.heads}")
     if case.gives_rows and case.candidate_blocks:
         return no("gives rows of lists alone, not of candidate blocks")
+    if case.gives_scores and case.candidate_blocks:
+        return no("gives scores of lists alone, not of candidate blocks")
     for name, number in (("entries", case.topk), ("blocks", case.candidate_blocks)):
         if number > LARGEST_K:
             return no(f"chooses at most {LARGEST_K} {name}, not {number}")
@@ -129,20 +132,21 @@ def _choose(
     rows, limit = len(seen_T), key_rows.shape[1]
     ids_TK = seen_T.new_empty(rows, case.topk, dtype=torch.int64)
     blocks_TB = seen_T.new_empty(rows, case.candidate_blocks, dtype=torch.int64)
-    skipped = case.topk
+    scores_TK = None
+    if case.gives_scores:
+        scores_TK = seen_T.new_full(ids_TK.shape, -torch.inf, dtype=torch.float32)
+    skipped = _skipped(case)
     pieces = []
     if candidates_TB is not None:
         limit = _see_candidates(launch, case, candidates_TB, seen_T)
     elif not own_lists:
         pieces = pieces_in_order(launch, case, rows, key_rows.shape)
-    if case.publishes:
-        skipped = min(skipped, case.candidate_blocks * case.candidate_block)
     if limit <= skipped:
         names = _names(case, key_rows if own_lists else None, candidates_TB)
         _take_all(launch, seen_T, names[0], ids_TK, names[1])
         if case.publishes:
             _take_all(launch, seen_T, None, blocks_TB, 1, case.candidate_block)
-        return (ids_TK, blocks_TB) if case.publishes else ids_TK
+        return _given(case, ids_TK, blocks_TB, scores_TK)
 
     step = min(rows, rows_at_a_time(case, limit))
     width = padded_width(limit, case.topk)
@@ -165,7 +169,38 @@ def _choose(
         best(launch, case.topk, some.scores_TW, some.seen_T, limit, ids_TK[part], *names)
         if case.publishes:
             _publish(launch, case, some, limit, blocks_TB[part])
+        if scores_TK is not None:
+            scores_TK[part] = _scores_of(some.scores_TW, ids_TK[part])
+    if scores_TK is not None and case.gives_rows:
+        ids_TK = listed_rows(key_rows, ids_TK)
+    return _given(case, ids_TK, blocks_TB, scores_TK)
+
+
+def _skipped(case: IndexCase) -> int:
+    """Entries of rows that see no more, of which no score is wanted."""
+    if case.gives_scores:
+        return 0
+    if case.publishes:
+        return min(case.topk, case.candidate_blocks * case.candidate_block)
+    return case.topk
+
+
+def _given(
+    case: IndexCase,
+    ids_TK: torch.Tensor,
+    blocks_TB: torch.Tensor,
+    scores_TK: torch.Tensor | None,
+) -> Chosen:
+    if scores_TK is not None:
+        return ids_TK, scores_TK
     return (ids_TK, blocks_TB) if case.publishes else ids_TK
+
+
+def _scores_of(scores_TW: torch.Tensor, ids_TK: torch.Tensor) -> torch.Tensor:
+    """As they were compared."""
+    least = torch.finfo(torch.float32).min
+    found_TK = scores_TW.gather(1, ids_TK.clamp(min=0)).nan_to_num_(least, torch.inf, least)
+    return found_TK.masked_fill_(ids_TK < 0, -torch.inf)
 
 
 def _names(
@@ -173,7 +208,7 @@ def _names(
 ) -> tuple[torch.Tensor | None, int]:
     """Blocks that places of scores lie in, and entries of a block: a list of rows is one of blocks
     of one entry each."""
-    if case.gives_rows and own_rows_TE is not None:
+    if case.gives_rows and not case.gives_scores and own_rows_TE is not None:
         return own_rows_TE, 1
     return candidates_TB, case.candidate_block
 
