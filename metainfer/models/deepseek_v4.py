@@ -64,6 +64,7 @@ class DeepseekV4:
         kernel_order: str,
         group: Group,
         context: int = 1,
+        expert: int = 1,
         device: torch.device,
         compute_dtype: torch.dtype,
         stream_dtype: torch.dtype | None = None,
@@ -77,7 +78,7 @@ class DeepseekV4:
         Args:
             kernel_order: as `Registry.bind` takes it.
             group: of all ranks.
-            context: ranks over which long prefills are sharded by tokens, see `nn.placement.place`.
+            context, expert: as `nn.placement.place` takes them.
             stream_dtype: format of the residual streams; None for the compute dtype.
             activations, caches, side_stream: as `nn.builder.LayerBuilder` takes them.
             draft_rows: as in `arch.cache_kinds.cache_kinds`; the cache must have the same.
@@ -97,7 +98,7 @@ class DeepseekV4:
             registry=registry,
             target=target,
             kernel_order=kernel_order,
-            placement=place(group, context),
+            placement=place(group, context, expert),
             device=device,
             compute_dtype=compute_dtype,
             stream_dtype=self._stream_dtype,

@@ -42,7 +42,8 @@ class SharedExpert:
 class MixtureOfExperts:
     """Rows of width D -> fp32 y_TD of the routed experts and y_TD of the shared one, which whoever
     reads them adds. Several ranks add both before they sum over ranks: that is one exchange, of
-    rows in the compute dtype.
+    rows in the compute dtype. A rank adds what its experts give, or its slices of them: to it, ids
+    of experts that are elsewhere are those of none.
 
     The shared expert runs beside the routed ones on the side stream, where there is one.
     """
@@ -73,10 +74,12 @@ class MixtureOfExperts:
 
     def _bind_experts(self, build: LayerBuilder, prefix: str) -> None:
         arch = build.arch
-        w1, w2, w3 = build.checkpoint.experts(prefix, range(arch.num_experts), build.device)
+        own = build.placement.own_experts(arch.num_experts)
+        self._first_expert = own.start
+        w1, w2, w3 = build.checkpoint.experts(prefix, own, build.device)
         weight_format, _, block = weight_tensors(w1)
         inner = w1.shape[1]
-        shape = arch.num_experts, arch.experts_per_token, arch.hidden_size, inner
+        shape = len(own), arch.experts_per_token, arch.hidden_size, inner
         stored = arch.swiglu_limit, weight_format, block
         self._coded = (
             weight_format != "dense" and rounds(build, arch.hidden_size) and rounds(build, inner)
@@ -122,15 +125,18 @@ class MixtureOfExperts:
         """y_TD of the routed experts: fp32, of this rank's part of them; or of all of them in the
         compute dtype, where rows are shared."""
         hashed = (token_ids_T,) if self._hashes else ()
-        # `moe.experts` has no word for rows of padding.
-        padding_T1 = step.padding_T1 if self._coded else None
-        ids_TK, weights_TK = self._route(x.plain, *hashed, padding_T1)
+        ids_TK, weights_TK = self._route(x.plain, *hashed, step.padding_T1)
         inputs = x.coded if self._coded else (x.plain,)
         if step.shares is None:
-            y_TD: torch.Tensor = self._experts(*inputs, ids_TK, weights_TK)
+            y_TD: torch.Tensor = self._experts(*inputs, self._own(ids_TK), weights_TK)
             return y_TD
-        partial_TD = self._experts(*step.shares.gather_rows(*inputs, ids_TK, weights_TK))
+        *rows, all_TK, weights_TK = step.shares.gather_rows(*inputs, ids_TK, weights_TK)
+        partial_TD = self._experts(*rows, self._own(all_TK), weights_TK)
         return step.shares.scatter_sums(partial_TD.to(self._dtype), len(ids_TK))
+
+    def _own(self, ids_TK: torch.Tensor) -> torch.Tensor:
+        """As numbers of this rank's experts; all others are outside of these."""
+        return ids_TK - self._first_expert if self._first_expert else ids_TK
 
 
 def _shared_experts(build: LayerBuilder, prefix: str) -> tuple[SharedExpert, SharedExpert | None]:

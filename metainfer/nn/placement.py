@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from metainfer.arch.split import own_experts
 from metainfer.comm.group import Group, Solo
 from metainfer.core.errors import MetainferError
 
@@ -33,24 +34,31 @@ class Placement:
         group: all ranks; routed experts and the head are divided over it in every step.
         by_heads: whose `heads` is `group`.
         by_tokens: None where no step is sharded over tokens.
+        expert: parts of the ranks over which routed experts are dealt.
     """
 
     group: Group
     by_heads: Side
     by_tokens: Side | None = None
+    expert: int = 1
 
     @property
     def context(self) -> int:
         """Ranks over which rows are dealt at most."""
         return 1 if self.by_tokens is None else self.by_tokens.rows.size
 
+    def own_experts(self, count: int) -> range:
+        """Of `count` routed experts those that this rank has."""
+        return own_experts(count, self.group.rank, self.group.size, self.expert)
 
-def place(group: Group, context: int = 1) -> Placement:
+
+def place(group: Group, context: int = 1, expert: int = 1) -> Placement:
     """The placement of this rank.
 
     Args:
         context: ranks over which long prefills deal their rows; the heads of each such rank are
             divided again by heads. 1: every step is computed by heads.
+        expert: parts over which whole experts are dealt. 1: each rank has a slice of every expert.
 
     Raises:
         MetainferError: `context` does not divide the ranks.
@@ -59,8 +67,8 @@ def place(group: Group, context: int = 1) -> Placement:
         raise MetainferError(f"rows cannot be dealt over {context} of {group.size} ranks")
     by_heads = Side(group, Solo())
     if context == 1:
-        return Placement(group, by_heads)
+        return Placement(group, by_heads, expert=expert)
     head, row = divmod(group.rank, context)
     rows = group.part(range(head * context, (head + 1) * context))
     heads = group.part(range(row, group.size, context))
-    return Placement(group, by_heads, Side(heads, rows))
+    return Placement(group, by_heads, Side(heads, rows), expert)

@@ -231,7 +231,8 @@ EXPERTS = Op(
     doc="""The routed experts: each row goes through its K experts, whose outputs are added.
 
     y[t] = sum over k of weights[t, k] * w2_e (silu(min(w1_e x, limit)) * clip(w3_e x, limit)) with
-    e = ids[t, k] and clip to [-limit, limit]. Products accumulate in fp32; the sum is fp32.
+    e = ids[t, k] and clip to [-limit, limit]. Products accumulate in fp32; the sum is fp32. An id
+    outside 0 .. E - 1 counts nothing: of an expert that is elsewhere, or of a row that is empty.
 
     Prepared from (each a tuple of the tensors of its format, stacked over experts):
         w1, w3: gate and up, [E, F, D].
@@ -277,7 +278,7 @@ EXPERTS_FP8_ROWS = Op(
     h[t, k] = silu(min(w1_e x, limit)) * clip(w3_e x, limit) is rounded to the case's dtype, then
     to e4m3 codes with scales as `quantise.fp8` does, and y[t] = sum over k of weights[t, k] *
     w2_e h[t, k]. Products accumulate in fp32; the sum is fp32. An id outside 0 .. E - 1 counts
-    nothing, so that rows of a batch may be empty.
+    nothing.
 
     Prepared from:
         w1, w2, w3: as `moe.experts`; "fp8_block" or "fp4_group".

@@ -52,19 +52,21 @@ def served_uses(
     stream_dtype: str = "bfloat16",
     activations: str = "plain",
     caches: CacheFormats = FP32_CACHES,
+    expert: int = 1,
 ) -> tuple[Use, ...]:
     """Uses of one of `ranks` ranks.
 
     Args:
+        expert: parts of the ranks over which experts are dealt.
         dtype, stream_dtype, activations, caches: as of `nn.builder.LayerBuilder`.
 
     Raises:
         UserError: `ranks` does not divide the model (`arch.split.check_split`).
     """
-    check_split(arch, ranks)
+    check_split(arch, ranks, expert)
     if activations not in ACTIVATIONS:
         raise MetainferError(f"activations are {' or '.join(ACTIVATIONS)}, not {activations}")
-    listing = _Listing(arch, ranks, dtype, stream_dtype, activations, caches)
+    listing = _Listing(arch, ranks, dtype, stream_dtype, activations, caches, expert)
     for layer in arch.layers:
         listing.layer(layer)
     listing.head()
@@ -89,10 +91,12 @@ class _Listing:
         stream_dtype: str,
         activations: str,
         caches: CacheFormats,
+        expert: int,
     ) -> None:
         self.uses = Uses(served=True)
         self._arch = arch
         self._ranks = ranks
+        self._expert = expert
         self._dtype = dtype
         self._caches = caches
         self._heads = arch.num_heads // ranks
@@ -263,7 +267,9 @@ class _Listing:
         else:
             uses.add("moe.swiglu", SwigluCase(inner, limit, dtype))
         weight_format, block = _stored(arch.quantisation, arch.quantisation.experts)
-        shape = arch.num_experts, arch.experts_per_token, arch.hidden_size, inner
+        # Experts that are dealt are divided over fewer ranks.
+        inner = arch.moe_intermediate_size * self._expert // self._ranks
+        shape = arch.num_experts // self._expert, arch.experts_per_token, arch.hidden_size, inner
         stored = limit, weight_format, block
         coded = weight_format != "dense" and self._rounds(arch.hidden_size) and self._rounds(inner)
         if coded:

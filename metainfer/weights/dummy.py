@@ -16,7 +16,7 @@ import torch
 
 from metainfer.arch.manifest import MTP_PREFIX, TensorSpec, iterate
 from metainfer.arch.record import Arch
-from metainfer.arch.split import check_split, rank_shape, rank_share, split_dimension
+from metainfer.arch.split import check_split, division, rank_shape, rank_share, split_dimension
 from metainfer.core.dtypes import DType
 from metainfer.weights.index import CheckpointIndex, TensorEntry
 from metainfer.weights.load import Checkpoint, LoadProgress
@@ -41,10 +41,11 @@ class DummyCheckpoint(Checkpoint):
         rank: int = 0,
         size: int = 1,
         context: int = 1,
+        expert: int = 1,
         on_progress: LoadProgress | None = None,
     ) -> None:
         """Raises UserError if `size` ranks cannot divide the model."""
-        check_split(arch, size)
+        check_split(arch, size, expert)
         self._specs = {s.name: s for s in iterate(arch) if not s.name.startswith(MTP_PREFIX)}
         place = Path(f"{arch.name} (dummy)")
         entries = {
@@ -52,7 +53,7 @@ class DummyCheckpoint(Checkpoint):
             for name, spec in self._specs.items()
         }
         index = CheckpointIndex(place, entries, ())
-        super().__init__(index, arch, rank, size, on_progress, context)
+        super().__init__(index, arch, rank, size, on_progress, context, expert)
         self._device = torch.device(device)
         self._seed = seed
         self._values = RandomTensors(arch, seed)
@@ -67,14 +68,15 @@ class DummyCheckpoint(Checkpoint):
         """One tensor of all experts `ids`, [E, ...]: as many at a time as a piece holds."""
         specs = [self._specs[self._entry(f"{prefix}.{n}.{suffix}").name] for n in ids]
         first = specs[0]
-        shape = rank_shape(first.name, first.shape, self.size)
+        shape = rank_shape(first.name, first.shape, self.size, self.context, self.expert)
         at_once = max(1, _PIECE_ELEMENTS // math.prod(first.shape))
         stack: torch.Tensor | None = None
         for start in range(0, len(specs), at_once):
             drawn = self._draw(specs[start : start + at_once])
             dimension = split_dimension(first.name)
-            if dimension is not None and self.size > 1:
-                share = rank_share(first.shape[dimension], self.rank, self.size)
+            part = division(first.name, self.rank, self.size, self.context, self.expert)
+            if dimension is not None and part[1] > 1:
+                share = rank_share(first.shape[dimension], *part)
                 drawn = drawn.narrow(dimension + 1, *share)
             if stack is None:
                 stack = torch.empty((len(specs), *shape), dtype=drawn.dtype, device=device)

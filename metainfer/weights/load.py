@@ -12,7 +12,15 @@ import torch
 
 from metainfer.arch.manifest import MTP_PREFIX
 from metainfer.arch.record import Arch
-from metainfer.arch.split import check_split, division, rank_shape, rank_share, split_dimension
+from metainfer.arch.split import (
+    check_split,
+    division,
+    expert_of,
+    own_experts,
+    rank_shape,
+    rank_share,
+    split_dimension,
+)
 from metainfer.core.errors import CheckpointError
 from metainfer.weights.formats import DenseWeight, Fp4GroupWeight, Fp8BlockWeight, Weight
 from metainfer.weights.index import CheckpointIndex, TensorEntry
@@ -51,18 +59,20 @@ class Checkpoint:
         size: int,
         on_progress: LoadProgress | None = None,
         context: int = 1,
+        expert: int = 1,
     ) -> None:
         self.index = index
         self.arch = arch
         self.rank = rank
         self.size = size
         self.context = context
+        self.expert = expert
         self._mapped: dict[Path, torch.Tensor] = {}
         self._on_progress = on_progress
         self._handed_out: set[str] = set()
         self._bytes_done = 0
         self.bytes_taken = 0
-        used = (entry for entry in index.entries.values() if not entry.name.startswith(MTP_PREFIX))
+        used = (entry for entry in index.entries.values() if self._is_used(entry.name))
         self._bytes_in_all = sum(entry.nbytes for entry in used)
 
     @classmethod
@@ -74,13 +84,14 @@ class Checkpoint:
         rank: int = 0,
         size: int = 1,
         context: int = 1,
+        expert: int = 1,
         on_progress: LoadProgress | None = None,
         more_layers: bool = False,
     ) -> Checkpoint:
         """Check all files against `arch`, and read nothing else yet.
 
         Args:
-            context: see `arch.split.division`.
+            context, expert: see `arch.split.division`.
             more_layers: the files may hold layers after the last one of `arch`, which is cut.
             on_progress: called whenever a tensor was first handed out, with the bytes so far and
                 those of all tensors that a model uses (whole ones, whatever this rank takes of
@@ -90,12 +101,12 @@ class Checkpoint:
             CheckpointError: listing everything that is wrong.
             UserError: `size` ranks cannot divide the model.
         """
-        check_split(arch, size)
+        check_split(arch, size, expert)
         index = CheckpointIndex.read(directory)
         if more_layers:
             index = _without_later_layers(index, arch.num_layers)
         require_no_problems(index.directory, arch, find_problems(index, arch))
-        return cls(index, arch, rank, size, on_progress, context)
+        return cls(index, arch, rank, size, on_progress, context, expert)
 
     @property
     def unused(self) -> tuple[str, ...]:
@@ -116,7 +127,7 @@ class Checkpoint:
             if self._on_progress is not None:
                 self._on_progress(self._bytes_done, self._bytes_in_all)
         dimension = split_dimension(name)
-        part, parts = division(name, self.rank, self.size, self.context)
+        part, parts = division(name, self.rank, self.size, self.context, self.expert)
         if dimension is not None and parts > 1:
             first, share = rank_share(whole.shape[dimension], part, parts)
             whole = whole.narrow(dimension, first, share).contiguous()
@@ -194,12 +205,18 @@ class Checkpoint:
         """One tensor of all experts `ids`, [E, ...]."""
         names = [f"{prefix}.{expert}.{suffix}" for expert in ids]
         first = self._entry(names[0])
-        shape = rank_shape(names[0], first.shape, self.size, self.context)
+        shape = rank_shape(names[0], first.shape, self.size, self.context, self.expert)
         dtype = TORCH_DTYPES[first.dtype]
         stack = torch.empty((len(names), *shape), dtype=dtype, device=device)
         for slot, name in enumerate(names):
             stack[slot].copy_(self.tensor(name))
         return stack
+
+    def _is_used(self, name: str) -> bool:
+        """Whether this rank has a part of the tensor `name`."""
+        expert = expert_of(name)
+        own = own_experts(self.arch.num_experts, self.rank, self.size, self.expert)
+        return not name.startswith(MTP_PREFIX) and (expert is None or expert in own)
 
     def _entry(self, name: str) -> TensorEntry:
         entry = self.index.entries.get(name)

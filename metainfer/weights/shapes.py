@@ -16,13 +16,13 @@ from metainfer.weights.load import TORCH_DTYPES, Checkpoint
 class ShapesOnly(Checkpoint):
     """The checkpoint of `arch` as the first rank of `size` sees it, without a file."""
 
-    def __init__(self, arch: Arch, size: int = 1, context: int = 1) -> None:
+    def __init__(self, arch: Arch, size: int = 1, context: int = 1, expert: int = 1) -> None:
         entries = {
             spec.name: TensorEntry(spec.name, spec.dtype.value, spec.shape, Path(), 0, 0)
             for spec in iterate(arch)
         }
         index = CheckpointIndex(Path(), entries, ())
-        super().__init__(index, arch, 0, size, context=context)
+        super().__init__(index, arch, 0, size, context=context, expert=expert)
 
     def _whole(self, entry: TensorEntry) -> torch.Tensor:
         return torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype], device="meta")

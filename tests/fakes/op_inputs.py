@@ -250,6 +250,9 @@ VARIANTS: Mapping[str, Mapping[str, Maker]] = {
         "an expert twice": partial(moe.experts, rows=5, repeated=True),
         "an expert twice, one row": partial(moe.experts, rows=1, repeated=True),
         "fp32 scales": partial(moe.experts, rows=5, scales="fp32"),
+        "empty rows": partial(moe.experts, rows=7, empty=True),
+        "many empty rows": partial(moe.experts, rows=67, empty=True),
+        "no expert at all": partial(moe.experts, rows=1, empty=True),
     },
     "moe.experts_fp8_rows": {
         **_rows(moe.experts_fp8_rows, 0, 1, 2, 5, 67),

@@ -42,11 +42,14 @@ def load_model(
     caches: CacheFormats = FP32_CACHES,
     group: Group | None = None,
     context: int = 1,
+    expert: int = 1,
 ) -> DeepseekV4:
     """The checkpoint in `directory` on the CPU, as a rank of `group`, with the backends of this
     package or of `registry`."""
     group = group or Solo()
-    opened = Checkpoint.open(directory, arch, rank=group.rank, size=group.size, context=context)
+    opened = Checkpoint.open(
+        directory, arch, rank=group.rank, size=group.size, context=context, expert=expert
+    )
     with opened as checkpoint:
         return DeepseekV4(
             arch,
@@ -56,6 +59,7 @@ def load_model(
             kernel_order=kernel_order,
             group=group,
             context=context,
+            expert=expert,
             device=CPU,
             compute_dtype=compute_dtype,
             stream_dtype=stream_dtype,

@@ -52,7 +52,8 @@ def experts(
     if x_TD.device.type == "cuda" and x_TD.dtype is torch.bfloat16 and aligned and len(x_TD):
         return _grouped(case, weights, x_TD, ids_TK, weights_TK)
     y_TD = torch.zeros(x_TD.shape, device=x_TD.device)
-    for expert in ids_TK[ids_TK >= 0].unique().tolist():
+    own_TK = (ids_TK >= 0) & (ids_TK < case.experts)
+    for expert in ids_TK[own_TK].unique().tolist():
         rows, places = (ids_TK == expert).nonzero(as_tuple=True)
         hidden = _hidden(case, linear(x_TD[rows], weights.gate_up[expert]))
         out = linear(hidden, weights.down[expert])
@@ -68,7 +69,7 @@ def _grouped(
     weights_TK: torch.Tensor,
 ) -> torch.Tensor:
     """Rows sorted by expert; those without one come last, and what they give is not counted."""
-    ids = torch.where(ids_TK < 0, case.experts, ids_TK).flatten()
+    ids = torch.where(ids_TK < 0, case.experts, ids_TK).flatten().clamp(max=case.experts)
     order = ids.argsort()
     counts_E = torch.bincount(ids, minlength=case.experts + 1)[: case.experts]
     ends_E = counts_E.cumsum(0).to(torch.int32)

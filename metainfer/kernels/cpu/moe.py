@@ -213,7 +213,7 @@ def _experts_of_few(
     weights_TK: torch.Tensor,
 ) -> torch.Tensor:
     """All rows through all chosen experts, which count nothing where a row did not choose them."""
-    chosen_U, share_TU = _shares(ids_TK, weights_TK)
+    chosen_U, share_TU = _shares(case.experts, ids_TK, weights_TK)
     parts = []
     for tile in row_tiles(len(chosen_U), 3 * case.inner * case.width, _TILE_WEIGHTS):
         gate_up_UFD, down_UDF = weights.of(case, chosen_U[tile])
@@ -226,13 +226,17 @@ def _experts_of_few(
     return sum(parts[1:], parts[0]).squeeze(1) if parts else torch.zeros(x_TD.shape)
 
 
-def _shares(ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _shares(
+    experts: int, ids_TK: torch.Tensor, weights_TK: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The experts that any row chose [U], and what each row gives them, fp32 [T, U]."""
     if len(ids_TK) == 1:
-        return ids_TK[0], weights_TK
-    chosen_U, place_TK = ids_TK.unique(return_inverse=True)
-    share_TU = torch.zeros(len(ids_TK), len(chosen_U)).scatter_add_(1, place_TK, weights_TK)
-    return chosen_U, share_TU
+        chosen_U, share_TU = ids_TK[0], weights_TK
+    else:
+        chosen_U, place_TK = ids_TK.unique(return_inverse=True)
+        share_TU = torch.zeros(len(ids_TK), len(chosen_U)).scatter_add_(1, place_TK, weights_TK)
+    own_U = (chosen_U >= 0) & (chosen_U < experts)
+    return (chosen_U, share_TU) if bool(own_U.all()) else (chosen_U[own_U], share_TU[:, own_U])
 
 
 def _experts_of_many(
@@ -244,11 +248,12 @@ def _experts_of_many(
 ) -> torch.Tensor:
     """The rows of each expert side by side."""
     dtype = TORCH_DTYPES[case.dtype]
-    order = ids_TK.flatten().argsort(stable=True)
+    ids = torch.where(ids_TK < 0, case.experts, ids_TK).flatten().clamp_(max=case.experts)
+    order = ids.argsort(stable=True)  # what is no expert comes last
     row_of, share_of = order // ids_TK.shape[1], weights_TK.flatten()[order].unsqueeze(1)
     y_TD = torch.zeros(x_TD.shape)
     first = 0
-    for expert, count in enumerate(ids_TK.flatten().bincount(minlength=case.experts).tolist()):
+    for expert, count in enumerate(ids.bincount(minlength=case.experts)[: case.experts].tolist()):
         if count == 0:
             continue
         rows, share = row_of[first : first + count], share_of[first : first + count]

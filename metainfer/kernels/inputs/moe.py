@@ -52,11 +52,13 @@ def experts(
     rows: int,
     same: bool = False,
     repeated: bool = False,
+    empty: bool = False,
     scales: str = "e8m0",
 ) -> Call:
+    """As `experts_fp8_rows`."""
     weights = _three_weights(case, draw, scales)
     x_TD = draw.normal(rows, case.width, dtype=case.dtype)
-    return Call(weights, (x_TD, *_chosen(case, draw, rows, same, repeated)))
+    return Call(weights, (x_TD, *_chosen(case, draw, rows, same, repeated, empty)))
 
 
 def _three_weights(case: Any, draw: Draw, scales: str) -> tuple[tuple[torch.Tensor, ...], ...]:
@@ -68,7 +70,12 @@ def _three_weights(case: Any, draw: Draw, scales: str) -> tuple[tuple[torch.Tens
 
 
 def _chosen(
-    case: Any, draw: Draw, rows: int, same: bool = False, repeated: bool = False
+    case: Any,
+    draw: Draw,
+    rows: int,
+    same: bool = False,
+    repeated: bool = False,
+    empty: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """ids_TK and weights_TK."""
     ids_TK = draw.distinct(rows, case.selected, case.experts)
@@ -78,6 +85,9 @@ def _chosen(
         ids_TK[::2, 1] = ids_TK[::2, 0]
     weights_TK = draw.normal(rows, case.selected).abs()
     weights_TK[1:2, 0] = 0.0
+    if empty:
+        ids_TK[::3] = -1
+        ids_TK[1::3, 0] = case.experts
     return ids_TK, weights_TK
 
 
@@ -110,10 +120,7 @@ def experts_fp8_rows(
     scales_TG = draw.scales(rows, case.width // case.group, middle=120)
     if case.scale == "fp32":
         scales_TG = torch.exp2(scales_TG.float() - 127)
-    ids_TK, weights_TK = _chosen(case, draw, rows, same, repeated)
-    if empty:
-        ids_TK[::3] = -1
-        ids_TK[1::3, 0] = case.experts
+    ids_TK, weights_TK = _chosen(case, draw, rows, same, repeated, empty)
     return Call(weights, (codes_TD, scales_TG, ids_TK, weights_TK))
 
 
