@@ -21,23 +21,11 @@ from metainfer.core.events import EngineEvent, FinishEvent, FinishReason, Prompt
 from metainfer.llm.admission import Limits, check_request, max_total_tokens
 from metainfer.llm.assignment import Assignment, sequence_step
 from metainfer.llm.blocks import BlockPool, InvariantError
+from metainfer.llm.counters import Counters
 from metainfer.llm.policy import Policies
 from metainfer.llm.request import Request
 from metainfer.llm.sequence import Sequence, check_sequence
 from metainfer.llm.step import SequenceOutput, SequenceStep, Step, StepKind, StepOutput
-
-
-@dataclass(slots=True)
-class Counters:
-    """Sums since the start. Recomputed tokens of preempted requests are not counted again."""
-
-    preemptions: int = 0
-    steps: int = 0
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    finished: int = 0
-    aborted: int = 0
-    errors: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,8 +96,10 @@ def test_ranks_that_are_killed_at_random_moments(
             assert {asked.ended[name].reason for name in names} <= {
                 FinishReason.LENGTH, FinishReason.ERROR,
             }  # fmt: skip
-        wait_for(lambda: engine.stats().ready, 90)
-        assert ask(engine, model).token_ids == before.token_ids
+        last = ask(engine, model)
+        if last.reason is FinishReason.ERROR:  # nobody had asked since the last one was killed
+            last = ask(engine, model)
+        assert last.token_ids == before.token_ids
     assert len(born) > 1
 
 
