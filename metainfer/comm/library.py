@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -71,6 +71,15 @@ class LibraryGroup(ProcessGroup):
         if isinstance(made[0], RuntimeError):
             raise self._cause(made[0])
         return made[0]
+
+    @contextmanager
+    def _during(self, operation: str, size: int) -> Iterator[None]:
+        """The library may fail where work is given to it, too."""
+        with super()._during(operation, size):
+            try:
+                yield
+            except RuntimeError as error:
+                raise self._cause(error) from error
 
     def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
         return self.all_reduce_by(self._own_sums, partial, self._wire)
@@ -200,10 +209,7 @@ class LibraryGroup(ProcessGroup):
                 with suppress(RuntimeError):
                     self._moves.abort()
                 raise
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise self._cause(error) from error
+        work.wait()
 
     def _late(self) -> list[int]:
         return self._watch.elsewhere(self.members)
