@@ -22,6 +22,7 @@ from metainfer.core.errors import UserError
 from metainfer.core.log import LogForm
 from metainfer.kernels.tuned import Tuned
 from metainfer.llm.step import Step, StepOutput
+from metainfer.llm.step_wire import Packed
 from metainfer.ops.base import Target
 from metainfer.plan.plan import Plan
 from metainfer.plan.settings import EngineSettings
@@ -77,15 +78,10 @@ class Meet:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Read so many of the oldest steps whose results were not read, then launch one.
-
-    Attributes:
-        known: of each sequence of `step`, how many blocks are not told again (`TableSender`).
-    """
+    """Read so many of the oldest steps whose results were not read, then launch one."""
 
     reads: int
-    step: Step | None = None
-    known: tuple[int, ...] = ()
+    step: Packed | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ from metainfer.llm.rank_orders import (
     sentence,
 )
 from metainfer.llm.step import Step
-from metainfer.llm.table_wire import TableReceiver
+from metainfer.llm.step_wire import StepReceiver
 from metainfer.llm.threads import settle_thread
 
 _PROGRESS_S = 0.1
@@ -141,7 +141,7 @@ class _Rank:
         self._rank = start.rank
         self._flights: deque[tuple[Step, Flight]] = deque()
         self._told_s = 0.0
-        self._tables = TableReceiver()
+        self._receiver = StepReceiver()
         plan = start.plan.of_rank(start.rank)
         settle_thread(plan, start.cpus)
         began_s = time.perf_counter()
@@ -171,9 +171,9 @@ class _Rank:
 
     def _carried_out(self, order: Order) -> Done:
         match order:
-            case Launch(reads, shortened, known):
+            case Launch(reads, packed):
                 # First of all, so that tables are known whatever fails.
-                step = shortened and self._tables.restored(shortened, known)
+                step = None if packed is None else self._receiver.unpacked(packed)
                 done = tuple(self._read() for _ in range(reads))
                 if step is not None:
                     self._flights.append((step, self._runner.launch(step)))

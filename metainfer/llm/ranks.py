@@ -32,7 +32,7 @@ from metainfer.llm.rank_orders import (
 from metainfer.llm.request import Request
 from metainfer.llm.runner import Runner
 from metainfer.llm.step import Step, StepOutput
-from metainfer.llm.table_wire import TableSender
+from metainfer.llm.step_wire import StepSender
 from metainfer.nn.cache import CacheStorage
 
 _PATIENCE_S = 2.0
@@ -78,7 +78,7 @@ class GroupRunner:
         self._crew = crew
         self._make_meeting = meet
         self._captures = False
-        self._tables = TableSender()
+        self._sender = StepSender()
         self._may_meet_again = may_meet_again
         self._unread: deque[GroupFlight] = deque()
         self._reads = 0  # of results, that the others do not know of yet
@@ -117,7 +117,7 @@ class GroupRunner:
         self._unread.clear()
         self._expected.clear()
         self._reads = 0
-        self._tables = TableSender()
+        self._sender = StepSender()
         self._runner.forget_all()
         self._meet()
         if self._captures:  # graphs hold the group that is gone
@@ -160,10 +160,7 @@ class GroupRunner:
     def _tell_reads(self, step: Step | None) -> None:
         """Launch a step on the other ranks, behind what they have not read yet."""
         reads, self._reads = self._reads, 0
-        if step is None:
-            self._crew.tell(Launch(reads))
-        else:
-            self._crew.tell(Launch(reads, *self._tables.shortened(step)))
+        self._crew.tell(Launch(reads, None if step is None else self._sender.packed(step)))
 
     def _settle(self, made: GroupFlight) -> None:
         """All ranks have launched a step, or it has failed on all."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from metainfer.llm.step import SequenceStep, Step, StepKind
-from metainfer.llm.table_wire import TableReceiver, TableSender
+from metainfer.llm.step_wire import StepReceiver, StepSender
 
 
 def step_of(tables: dict[int, tuple[int, ...]]) -> Step:
@@ -15,7 +15,7 @@ def step_of(tables: dict[int, tuple[int, ...]]) -> Step:
 
 def test_any_history_of_slots():
     luck = random.Random(3)
-    sender, receiver = TableSender(), TableReceiver()
+    sender, receiver = StepSender(), StepReceiver()
     tables: dict[int, tuple[int, ...]] = {}
     told = 0
     for _ in range(400):
@@ -27,20 +27,20 @@ def test_any_history_of_slots():
             tables[slot] = (*tables.get(slot, ()), luck.randrange(9))
         chosen = {n: tables[n] for n in luck.sample(sorted(tables), luck.randint(0, len(tables)))}
         made = step_of(chosen)
-        short, known = sender.shortened(made)
-        told += sum(len(part.blocks) for part in short.sequences)
-        assert receiver.restored(short, known) == made
+        packed = sender.packed(made)
+        told += sum(len(row[3]) for row in packed[2])
+        assert receiver.unpacked(packed) == made
     whole = sum(len(blocks) for blocks in tables.values())
     assert told > whole  # of all the sequences that there were
 
 
 def test_a_table_that_stays_is_not_told_again_and_stays_one_object():
-    sender, receiver = TableSender(), TableReceiver()
+    sender, receiver = StepSender(), StepReceiver()
     blocks = tuple(range(8192))
-    first = receiver.restored(*sender.shortened(step_of({2: blocks})))
-    short, known = sender.shortened(step_of({2: blocks}))
-    assert known == (8192,) and short.sequences[0].blocks == ()
-    again = receiver.restored(short, known)
+    first = receiver.unpacked(sender.packed(step_of({2: blocks})))
+    packed = sender.packed(step_of({2: blocks}))
+    assert packed[2][0][2:4] == (8192, ())
+    again = receiver.unpacked(packed)
     assert again.sequences[0].blocks is first.sequences[0].blocks
-    grown = receiver.restored(*sender.shortened(step_of({2: (*blocks, 7)})))
+    grown = receiver.unpacked(sender.packed(step_of({2: (*blocks, 7)})))
     assert grown.sequences[0].blocks == (*blocks, 7)
