@@ -54,11 +54,13 @@ class CacheKind:
     fp32: bool = False
 
 
-def cache_kinds(arch: Arch, draft_rows: int = 0) -> tuple[CacheKind, ...]:
-    """All kinds of `arch`. Rings hold `draft_rows` more than needed, so that rejected rows of a
-    speculative step never overwrite rows that are still visible."""
+def cache_kinds(
+    arch: Arch, draft_rows: int = 0, layers: range | None = None
+) -> tuple[CacheKind, ...]:
+    """All kinds of `arch`, or of some of its layers. Rings hold `draft_rows` more than needed, so
+    that rejected rows of a speculative step never overwrite rows that are still visible."""
     kinds: list[CacheKind] = []
-    for layer in arch.layers:
+    for layer in arch.layers if layers is None else arch.layers[layers.start : layers.stop]:
         n = layer.index
 
         def ring(kind: Kind, rows: int, width: int, fp32: bool, n: int = n) -> CacheKind:

@@ -41,7 +41,7 @@ class Shape(NamedTuple):
 class DecodeModel(Protocol[C_contra]):
     """What decode steps need of a model; see `llm.runner.Model`."""
 
-    def forward(self, inputs: DecodeInputs, cache: C_contra) -> torch.Tensor: ...
+    def forward(self, inputs: DecodeInputs, cache: C_contra) -> torch.Tensor | None: ...
 
     def logits(self, streams_RSD: torch.Tensor) -> torch.Tensor: ...
 
@@ -77,6 +77,7 @@ class DecodeSteps(Generic[C]):
     Args:
         tables_NM: block tables of all slots, on the device; may be written between steps.
         spare_slot: of padding.
+        vocab_size: width of logits; 0 where another stage makes them.
         row_sizes, block_sizes: of shapes, ascending.
         graphs: makes the graphs; None: steps run kernel by kernel.
 
@@ -191,7 +192,9 @@ class DecodeSteps(Generic[C]):
         inputs = DecodeInputs(tokens_T, positions_T, slots_T, tables_NM, may_pad)
 
         def work() -> None:
-            logits_TV.copy_(self._model.logits(self._model.forward(inputs, self._cache)))
+            streams_TSD = self._model.forward(inputs, self._cache)
+            if streams_TSD is not None:
+                logits_TV.copy_(self._model.logits(streams_TSD))
 
         return work
 

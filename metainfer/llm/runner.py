@@ -33,8 +33,9 @@ C_contra = TypeVar("C_contra", bound=Cache, contravariant=True)
 class Model(Protocol[C_contra]):
     """What the runner needs of a model."""
 
-    def forward(self, inputs: StepInputs | DecodeInputs, cache: C_contra) -> torch.Tensor:
-        """Residual streams of the rows that are wanted, [W, S, D]."""
+    def forward(self, inputs: StepInputs | DecodeInputs, cache: C_contra) -> torch.Tensor | None:
+        """Residual streams of the rows that are wanted, [W, S, D]; None where they have gone on to
+        another stage."""
 
     def logits(self, streams_RSD: torch.Tensor) -> torch.Tensor:
         """Logits, fp32 [R, V]."""
@@ -59,6 +60,7 @@ class Runner(Generic[C]):
 
     Args:
         fixed: None where every step is computed in shapes of its own.
+        draws: False where another stage has the head: steps give nothing here.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Runner(Generic[C]):
         max_blocks: int,
         device: torch.device,
         fixed: FixedShapes | None = None,
+        draws: bool = True,
     ) -> None:
         self._model = model
         self._cache = cache
@@ -81,6 +84,7 @@ class Runner(Generic[C]):
         self._batch = BatchBuilder(num_slots, max_blocks, device, sampler.last_tokens_S)
         self._slice_rows = max(1, PROMPT_LOGITS_BYTES // (4 * vocab_size))
         self._states: dict[str, SequenceSampling] = {}
+        self._draws = draws
         self.decode_steps: DecodeSteps[C] | None = None
         if fixed is not None:
             self.decode_steps = DecodeSteps(
@@ -88,7 +92,7 @@ class Runner(Generic[C]):
                 cache,
                 self._batch.tables_NM,
                 spare_slot=self._batch.spare_slot,
-                vocab_size=vocab_size,
+                vocab_size=vocab_size if draws else 0,
                 row_sizes=fixed.row_sizes,
                 block_sizes=fixed.block_sizes,
                 graphs=fixed.graphs,
@@ -121,7 +125,8 @@ class Runner(Generic[C]):
     def capture(self) -> None:
         """Before the first request: sample in all forms, run decode steps of all fixed shapes, and
         make their graphs."""
-        self._sampler.warm_up()
+        if self._draws:
+            self._sampler.warm_up()
         if self.decode_steps is not None:
             self.decode_steps.capture()
 
@@ -169,17 +174,21 @@ class Runner(Generic[C]):
 
     def _compute(self, step: Step) -> tuple[torch.Tensor | None, Sequence[torch.Tensor | None]]:
         """Logits of the rows that are sampled, in the order of the step, and the streams of each
-        sequence where log-probabilities of its prompt are made of them."""
+        sequence where log-probabilities of its prompt are made of them. None of either where
+        another stage has them."""
         shape = self.decode_steps.shape_of(step) if self.decode_steps is not None else None
         if self.decode_steps is not None and shape is not None:
             numbers = self._batch.decode_rows(step, shape.rows)
             read = self._batch.read if has_unread(step) else None
             logits_TV = self.decode_steps.run(shape, numbers, read)
-            return self._sampled(step, logits_TV), [None] * len(step.sequences)
+            logits_RV = self._sampled(step, logits_TV) if self._draws else None
+            return logits_RV, [None] * len(step.sequences)
         if self.decode_steps is not None:
             self.decode_steps.note_shapeless(step)
         inputs = self._batch.build(step)
         streams_WSD = self._model.forward(inputs, self._cache)
+        if streams_WSD is None:
+            return None, [None] * len(step.sequences)
         logits_RV = None
         if len(inputs.logits_rows_R):
             logits_RV = self._model.logits(streams_WSD.index_select(0, inputs.logits_rows_R))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from metainfer.arch.record import Arch, LayerArch
+from metainfer.arch.stages import stage_of
 from metainfer.comm.group import Group
 from metainfer.core.errors import MetainferError
 from metainfer.kernels.registry import Registry
@@ -44,12 +45,14 @@ class DecoderLayer:
 
 
 class DeepseekV4:
-    """The model of one rank. Drafting blocks (`mtp.*`) are not used; `Checkpoint.unused` has them.
+    """The model of one rank, or the layers of its stage. Drafting blocks (`mtp.*`) are not used;
+    `Checkpoint.unused` has them.
 
     Call `forward` and `logits` without gradients. Rows that are not finite stay so in their own
     sequence: no row reads another sequence's cache.
 
     Attributes:
+        stage: which layers it has.
         weights_nbytes: bytes of all weights in the form they are kept in.
         kernels: every op that a layer bound, with its backend.
     """
@@ -65,6 +68,7 @@ class DeepseekV4:
         group: Group,
         context: int = 1,
         expert: int = 1,
+        stages: int = 1,
         device: torch.device,
         compute_dtype: torch.dtype,
         stream_dtype: torch.dtype | None = None,
@@ -78,7 +82,7 @@ class DeepseekV4:
         Args:
             kernel_order: as `Registry.bind` takes it.
             group: of all ranks.
-            context, expert: as `nn.placement.place` takes them.
+            context, expert, stages: as `nn.placement.place` takes them.
             stream_dtype: format of the residual streams; None for the compute dtype.
             activations, caches, side_stream: as `nn.builder.LayerBuilder` takes them.
             draft_rows: as in `arch.cache_kinds.cache_kinds`; the cache must have the same.
@@ -87,18 +91,20 @@ class DeepseekV4:
             UserError: no backend that the order allows serves a layer.
             CheckpointError: a tensor is missing.
         """
-        self._group = group
         self._stream_dtype = stream_dtype or compute_dtype
         self._num_streams = arch.hc_mult
         self._draft_rows = draft_rows
         self._caches = caches
+        placement = place(group, arch.num_layers, context=context, expert=expert, stages=stages)
+        self._group, self._pipe = placement.group, placement.pipe
+        self.stage = stage_of(0, 1, arch.num_layers) if self._pipe is None else self._pipe.stage
         build = LayerBuilder(
             arch,
             checkpoint,
             registry=registry,
             target=target,
             kernel_order=kernel_order,
-            placement=place(group, context, expert),
+            placement=placement,
             device=device,
             compute_dtype=compute_dtype,
             stream_dtype=self._stream_dtype,
@@ -106,11 +112,14 @@ class DeepseekV4:
             caches=caches,
             side_stream=side_stream,
         )
-        self._embed_VD = build.tensor("embed.weight")
-        self._layers = [DecoderLayer(build, layer) for layer in arch.layers]
+        self._width = arch.hidden_size
+        if self.stage.is_first:
+            self._embed_VD = build.tensor("embed.weight")
+        self._layers = [DecoderLayer(build, arch.layers[index]) for index in self.stage.layers]
         self._written = WrittenStreams(build)
-        self._collapse = HyperHead(build, "hc_head", "norm")
-        self._head = dense_fp32(build, ["head.weight"])
+        if self.stage.is_last:
+            self._collapse = HyperHead(build, "hc_head", "norm")
+            self._head = dense_fp32(build, ["head.weight"])
         self._indexer = StepIndexer(build, draft_rows)
         self._share_indexer = None
         if build.placement.by_tokens is not None:
@@ -119,9 +128,12 @@ class DeepseekV4:
         self.weights_nbytes = build.weights_nbytes
         self.kernels = tuple(build.kernels)
 
-    def forward(self, inputs: StepInputs | DecodeInputs, cache: CacheStorage) -> torch.Tensor:
+    def forward(
+        self, inputs: StepInputs | DecodeInputs, cache: CacheStorage
+    ) -> torch.Tensor | None:
         """Run the rows of one step and write what later steps need into `cache`; returns the
-        residual streams [W, S, D] after the last layer, of the rows that are wanted."""
+        residual streams [W, S, D] after the last layer, of the rows that are wanted. None where
+        another stage has that layer."""
         if cache.draft_rows != self._draft_rows:
             raise MetainferError(
                 f"the cache has {cache.draft_rows} draft rows, the model {self._draft_rows}"
@@ -133,14 +145,27 @@ class DeepseekV4:
             if has != wants:
                 raise MetainferError(f"the cache keeps {word} as {has}, the model as {wants}")
         step = self._index(inputs, cache)
-        embedded_TD = self._embed_VD.index_select(0, step.token_ids_T).to(self._stream_dtype)
-        streams = Streams(embedded_TD.unsqueeze(1).repeat(1, self._num_streams, 1))
+        streams = Streams(self._first_streams(step))
         for layer in self._layers[:-1]:
             streams = layer(streams, step, cache)
+        if not self.stage.is_last:
+            assert self._pipe is not None
+            self._pipe.hand_on(self._written(self._layers[-1](streams, step, cache)))
+            return None
         if isinstance(inputs, StepInputs):
             step = self._indexer.last_layer(step, inputs)
         streams_WSD = self._written(self._layers[-1](streams, step, cache))
         return streams_WSD if step.shares is None else step.shares.gather_wanted(streams_WSD)
+
+    def _first_streams(self, step: StepIndex) -> torch.Tensor:
+        """[T, S, D] before the first layer of this stage."""
+        if self.stage.is_first:
+            embedded_TD = self._embed_VD.index_select(0, step.token_ids_T).to(self._stream_dtype)
+            return embedded_TD.unsqueeze(1).repeat(1, self._num_streams, 1)
+        assert self._pipe is not None
+        ids_T = step.token_ids_T
+        shape = len(ids_T), self._num_streams, self._width
+        return self._pipe.take(ids_T.new_empty(shape, dtype=self._stream_dtype))
 
     def _index(self, inputs: StepInputs | DecodeInputs, cache: CacheStorage) -> StepIndex:
         if isinstance(inputs, StepInputs):
@@ -151,7 +176,7 @@ class DeepseekV4:
         return self._indexer.index_decode(inputs)
 
     def logits(self, streams_RSD: torch.Tensor) -> torch.Tensor:
-        """fp32 [R, V] of the streams of chosen rows, on every rank."""
+        """fp32 [R, V] of the streams of chosen rows, on every rank of the last stage."""
         part_RV = self._head(self._collapse(streams_RSD))
         if self._group.size == 1:
             return part_RV

@@ -38,13 +38,15 @@ class CacheStorage:
         draft_rows: int,
         device: torch.device | str,
         spare: bool = False,
+        layers: range | None = None,
     ) -> None:
+        """`layers`: whose kinds it has; None for all."""
         self.draft_rows = draft_rows
         self.formats = formats
         self.spare_block = num_blocks if spare else None
         self._rows: dict[tuple[Kind, int], tuple[torch.Tensor, ...]] = {}
         self._rings: list[tuple[CacheKind, torch.Tensor]] = []
-        for kind in cache_kinds(arch, draft_rows):
+        for kind in cache_kinds(arch, draft_rows, layers):
             blocks = (num_slots if kind.scope is Scope.SEQUENCE else num_blocks) + spare
             rows = tuple(
                 torch.empty((blocks * kind.rows_per_block, width), dtype=dtype, device=device)

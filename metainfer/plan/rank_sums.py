@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from metainfer.arch.cache_kinds import BLOCK_TOKENS
 from metainfer.arch.shapes import ModelShape
+from metainfer.arch.stages import stage_layers
 from metainfer.core.errors import UserError
 from metainfer.core.units import format_count
 from metainfer.hardware.facts import Unknown
@@ -40,7 +41,6 @@ from metainfer.plan.weights_by_rank import (
     Division,
     Part,
     division,
-    stage_layers,
     stage_weights,
     weight_parts,
 )

@@ -15,8 +15,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import cache
-from itertools import pairwise
 
 from metainfer.arch.record import Quantisation, WeightFormat
 from metainfer.arch.shapes import ModelShape
@@ -176,13 +174,6 @@ def keys_of(
 
 def _group_of(name: str) -> tuple[str, Share]:
     return next((group, share) for pattern, group, share in _OF_LAYERS if pattern.match(name))
-
-
-@cache
-def stage_layers(layers: int, stages: int) -> tuple[range, ...]:
-    """Layers of each stage of a pipeline, as even as they go; the last stage never has fewer."""
-    bounds = [layers * stage // stages for stage in range(stages + 1)]
-    return tuple(range(low, high) for low, high in pairwise(bounds))
 
 
 @dataclass(frozen=True, slots=True)

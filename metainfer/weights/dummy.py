@@ -17,6 +17,7 @@ import torch
 from metainfer.arch.manifest import MTP_PREFIX, TensorSpec, iterate
 from metainfer.arch.record import Arch
 from metainfer.arch.split import check_split, division, rank_shape, rank_share, split_dimension
+from metainfer.arch.stages import Stage
 from metainfer.core.dtypes import DType
 from metainfer.weights.index import CheckpointIndex, TensorEntry
 from metainfer.weights.load import Checkpoint, LoadProgress
@@ -42,6 +43,7 @@ class DummyCheckpoint(Checkpoint):
         size: int = 1,
         context: int = 1,
         expert: int = 1,
+        stage: Stage | None = None,
         on_progress: LoadProgress | None = None,
     ) -> None:
         """Raises UserError if `size` ranks cannot divide the model."""
@@ -53,7 +55,7 @@ class DummyCheckpoint(Checkpoint):
             for name, spec in self._specs.items()
         }
         index = CheckpointIndex(place, entries, ())
-        super().__init__(index, arch, rank, size, on_progress, context, expert)
+        super().__init__(index, arch, rank, size, on_progress, context, expert, stage)
         self._device = torch.device(device)
         self._seed = seed
         self._values = RandomTensors(arch, seed)

@@ -21,6 +21,7 @@ from metainfer.arch.split import (
     rank_share,
     split_dimension,
 )
+from metainfer.arch.stages import Stage
 from metainfer.core.errors import CheckpointError
 from metainfer.weights.formats import DenseWeight, Fp4GroupWeight, Fp8BlockWeight, Weight
 from metainfer.weights.index import CheckpointIndex, TensorEntry
@@ -60,6 +61,7 @@ class Checkpoint:
         on_progress: LoadProgress | None = None,
         context: int = 1,
         expert: int = 1,
+        stage: Stage | None = None,
     ) -> None:
         self.index = index
         self.arch = arch
@@ -67,6 +69,7 @@ class Checkpoint:
         self.size = size
         self.context = context
         self.expert = expert
+        self.stage = stage
         self._mapped: dict[Path, torch.Tensor] = {}
         self._on_progress = on_progress
         self._handed_out: set[str] = set()
@@ -85,6 +88,7 @@ class Checkpoint:
         size: int = 1,
         context: int = 1,
         expert: int = 1,
+        stage: Stage | None = None,
         on_progress: LoadProgress | None = None,
         more_layers: bool = False,
     ) -> Checkpoint:
@@ -92,10 +96,10 @@ class Checkpoint:
 
         Args:
             context, expert: see `arch.split.division`.
+            stage: of which the rank is one of `size`; None where all layers are on one.
             more_layers: the files may hold layers after the last one of `arch`, which is cut.
             on_progress: called whenever a tensor was first handed out, with the bytes so far and
-                those of all tensors that a model uses (whole ones, whatever this rank takes of
-                them).
+                those of all tensors that this rank uses (whole ones, whatever it takes of them).
 
         Raises:
             CheckpointError: listing everything that is wrong.
@@ -106,7 +110,7 @@ class Checkpoint:
         if more_layers:
             index = _without_later_layers(index, arch.num_layers)
         require_no_problems(index.directory, arch, find_problems(index, arch))
-        return cls(index, arch, rank, size, on_progress, context, expert)
+        return cls(index, arch, rank, size, on_progress, context, expert, stage)
 
     @property
     def unused(self) -> tuple[str, ...]:
@@ -214,6 +218,8 @@ class Checkpoint:
 
     def _is_used(self, name: str) -> bool:
         """Whether this rank has a part of the tensor `name`."""
+        if self.stage is not None and not self.stage.has(name):
+            return False
         expert = expert_of(name)
         own = own_experts(self.arch.num_experts, self.rank, self.size, self.expert)
         return not name.startswith(MTP_PREFIX) and (expert is None or expert in own)

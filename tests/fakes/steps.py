@@ -13,6 +13,7 @@ import torch
 
 from metainfer.arch.cache_kinds import BLOCK_TOKENS, Kind, Scope, cache_kinds
 from metainfer.arch.record import Arch
+from metainfer.arch.stages import place_of, stage_of
 from metainfer.comm.group import Group, Solo
 from metainfer.kernels.builtin import builtin_registry
 from metainfer.kernels.registry import Registry
@@ -43,12 +44,20 @@ def load_model(
     group: Group | None = None,
     context: int = 1,
     expert: int = 1,
+    stages: int = 1,
 ) -> DeepseekV4:
     """The checkpoint in `directory` on the CPU, as a rank of `group`, with the backends of this
     package or of `registry`."""
     group = group or Solo()
+    number, rank = place_of(group.rank, group.size, stages)
     opened = Checkpoint.open(
-        directory, arch, rank=group.rank, size=group.size, context=context, expert=expert
+        directory,
+        arch,
+        rank=rank,
+        size=group.size // stages,
+        context=context,
+        expert=expert,
+        stage=stage_of(number, stages, arch.num_layers),
     )
     with opened as checkpoint:
         return DeepseekV4(
@@ -60,6 +69,7 @@ def load_model(
             group=group,
             context=context,
             expert=expert,
+            stages=stages,
             device=CPU,
             compute_dtype=compute_dtype,
             stream_dtype=stream_dtype,
@@ -81,7 +91,8 @@ class Track:
 class Driver:
     """A model, a cache, and the sequences in it.
 
-    Every row's logits are computed: what a step returns is, for each part, fp32 [rows, V].
+    Every row's logits are computed: what a step returns is, for each part, fp32 [rows, V], or
+    nothing where another stage has the head.
     """
 
     def __init__(
@@ -106,6 +117,7 @@ class Driver:
             draft_rows=draft_rows,
             device=CPU,
             spare=True,
+            layers=model.stage.layers,
         )
         generator = torch.Generator().manual_seed(seed)
         self._free_slots = torch.randperm(num_slots, generator=generator).tolist()
@@ -114,7 +126,7 @@ class Driver:
 
     def poison(self, owned: Sequence[Track] = ()) -> None:
         """NaN in every block and slot but those of `owned`."""
-        for kind in cache_kinds(self._arch, self._draft_rows):
+        for kind in cache_kinds(self._arch, self._draft_rows, self._model.stage.layers):
             if kind.scope is Scope.SEQUENCE:
                 kept = [sequence.slot for sequence in owned]
             else:
@@ -158,8 +170,7 @@ class Driver:
             rows = [row for end, count in ends for row in range(end - count, end)]
             inputs = replace(inputs, wanted_counts=tuple(wanted), wanted_rows_W=torch.tensor(rows))
             counts = list(wanted)
-        logits_RV = self._model.logits(self._model.forward(inputs, self.cache))
-        return list(logits_RV.split(counts))
+        return list(self._logits(inputs, sum(counts)).split(counts))
 
     @torch.inference_mode()
     def fixed_step(
@@ -167,9 +178,12 @@ class Driver:
     ) -> list[torch.Tensor]:
         """A decode step of `rows` rows, most of which may be padding, over tables of `blocks`."""
         inputs = self.decode_inputs(parts, rows, blocks)
-        logits_TV = self._model.logits(self._model.forward(inputs, self.cache))
-        own_RV = logits_TV[: sum(len(tokens) for _, tokens in parts)]
+        own_RV = self._logits(inputs, rows)[: sum(len(tokens) for _, tokens in parts)]
         return list(own_RV.split([len(tokens) for _, tokens in parts]))
+
+    def _logits(self, inputs: StepInputs | DecodeInputs, rows: int) -> torch.Tensor:
+        streams_RSD = self._model.forward(inputs, self.cache)
+        return torch.empty(rows, 0) if streams_RSD is None else self._model.logits(streams_RSD)
 
     def decode_inputs(
         self, parts: Sequence[tuple[Track, Sequence[int]]], rows: int, blocks: int

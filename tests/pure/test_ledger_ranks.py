@@ -16,6 +16,7 @@ from metainfer.arch.shape_of import read_shape, shape_of_v4
 from metainfer.arch.shapes import ModelShape
 from metainfer.arch.side_caches import kinds_of, sources_of
 from metainfer.arch.split import split_dimension
+from metainfer.arch.stages import stage_layers
 from metainfer.arch.stored import tensors_of
 from metainfer.arch.tiny import tiny_quantised_arch
 from metainfer.core.errors import UserError
@@ -35,7 +36,6 @@ from metainfer.plan.weights_by_rank import (
     Share,
     division,
     keys_of,
-    stage_layers,
     stage_weights,
     weight_parts,
 )
