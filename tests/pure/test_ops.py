@@ -81,7 +81,7 @@ def test_floors_count_what_must_be_read() -> None:
     assert cost.bytes == 4096 * (656 + 8 * 2048 + 64 * (576 + 512) * 2)
 
     index = OPS["attention.index_topk_decode"]
-    (fp4,) = {c for c in index.cases["deepseek-v4-flash"] if c.key_format == "index_fp4"}
+    fp4 = next(c for c in index.cases["deepseek-v4-flash"] if c.key_format == "index_fp4")
     cost = index.cost(fp4, Load(2, 32768))
     assert cost.bytes == 2 * (8192 * (64 + 4 + 8) + 64 * (64 + 4 + 4) + 8 * 512)
 
