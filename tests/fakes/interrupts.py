@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
 from collections.abc import Callable
@@ -33,10 +34,13 @@ def interrupted_at(number: int, run: Callable[[], object]) -> bool:
         return trace_from(0)(frame, event, argument)
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    gc.collect()  # Python drops what is raised while leavings of other tests are finalised
+    gc.disable()
     sys.settrace(trace)
     try:
         run()
     finally:
         sys.settrace(None)
+        gc.enable()
         signal.signal(signal.SIGINT, before)
     return left <= 0
