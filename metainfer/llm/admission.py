@@ -19,6 +19,7 @@ class Limits:
         max_num_batched_tokens: rows per step, at least 2: prefill and decode each need one.
         max_queued_requests: requests that may wait beyond max_num_seqs.
         draft_rows: rows of a decoding sequence beyond the first.
+        stages: of a pipeline, which are at work on different sequences, or chunks of a prompt.
     """
 
     vocab_size: int
@@ -29,6 +30,7 @@ class Limits:
     max_queued_requests: int
     num_blocks: int
     draft_rows: int = 0
+    stages: int = 1
 
 
 def max_total_tokens(request: Request, limits: Limits) -> int:

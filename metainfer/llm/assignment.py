@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from metainfer.llm.admission import Limits
 from metainfer.llm.blocks import InvariantError
 from metainfer.llm.sequence import Sequence
 from metainfer.llm.step import IN_FLIGHT, SequenceStep
@@ -28,6 +30,12 @@ class Assignment:
     def take_back(self, sequence: Sequence) -> None:
         self.left += self.rows.pop(sequence, 0)
         self.preempted.append(sequence)
+
+
+def decode_turn(running: Iterable[Sequence], limits: Limits) -> int:
+    """Rows that decoding sequences may have in a step: each stage of a pipeline has others."""
+    decoding = sum(sequence.pending == 1 for sequence in running)
+    return -(-decoding // limits.stages) * (1 + limits.draft_rows)
 
 
 def sequence_step(sequence: Sequence, rows: int) -> SequenceStep:

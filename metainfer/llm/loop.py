@@ -4,8 +4,9 @@ Requests and aborts come in through the inbox; events go out through the outbox.
 scheduler and runner, belongs to the one thread that is in `run`. The outbox is bounded: when its
 consumer does not keep up, the loop stops making steps until it does.
 
-Ahead, the loop launches a step before it reads the results of the one before, so that the device
-has work while the host is busy with results, events and the step after.
+Ahead, the loop launches steps before it reads the results of the ones before, so that the device
+has work while the host is busy with results, events and the step after, and every stage of a
+pipeline has some.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Loop:
         revive: makes the executor fit again after a fatal error, of which it is told; raises where
             that is hopeless. None: such an error is the end. Called in a thread of its own, while
             requests that have not run yet wait.
-        ahead: launch a step before the results of the one before are read.
+        ahead: steps that are launched before the results of the first are read, beside it.
         check_every_step: for tests: the scheduler's books are checked after every step.
     """
 
@@ -69,7 +70,7 @@ class Loop:
         executor: Executor,
         *,
         revive: Callable[[str], None] | None = None,
-        ahead: bool = False,
+        ahead: int = 0,
         max_outbox_events: int = MAX_OUTBOX_EVENTS,
         check_every_step: bool = False,
     ) -> None:
@@ -79,7 +80,7 @@ class Loop:
         self._check_every_step = check_every_step
         self._ahead = ahead
         self._revive = revive
-        self._flight: tuple[Step, Results, float] | None = None  # and when it was begun
+        self._flights: deque[tuple[Step, Results, float]] = deque()  # and when each was begun
         self._done_s = 0.0
         self._failures_in_a_row = 0
         # The lock alone is taken, never through a condition: an interrupt of the main thread
@@ -222,28 +223,33 @@ class Loop:
     def _may_step(self) -> bool:
         if self._lost is not None:
             return False
-        has_work = self._scheduler.has_work or self._flight is not None
+        has_work = self._scheduler.has_work or bool(self._flights)
         return has_work and len(self._outbox) < self._max_outbox_events
 
     def _advance(self) -> None:
-        """One step: its results; or ahead, the results of the one before it, if there are any."""
+        """One step: its results; or ahead, those of the oldest, where enough are in flight."""
         now_s = time.perf_counter()
         step = self._scheduler.step()
         if not self._ahead:
             if step is not None:
                 self._take_results(step, lambda: self._executor.execute(step), now_s)
             return
-        before, self._flight = self._flight, None
-        failure: Exception | None = None
+        most, failure = self._ahead if step is not None else 0, None
         if step is not None:
             try:
-                self._flight = step, self._executor.launch(step), now_s
+                self._flights.append((step, self._executor.launch(step), now_s))
             except Exception as error:
-                failure = error
-        if before is not None:
-            self._take_results(before[0], before[1].wait, before[2])
+                most, failure = 0, error
+        if len(self._flights) > most:
+            self._take_oldest()
         if step is not None and failure is not None:
+            while self._flights:  # the scheduler hears of steps in their order
+                self._take_oldest()
             self._emit(self._step_failed(step, failure))
+
+    def _take_oldest(self) -> None:
+        step, results, since_s = self._flights.popleft()
+        self._take_results(step, results.wait, since_s)
 
     def _take_results(self, step: Step, results: Callable[[], StepOutput], since_s: float) -> None:
         """
@@ -281,7 +287,7 @@ class Loop:
             return
         with self._lock:
             self._reviving = True
-        self._flight = None
+        self._flights.clear()
         self._failures_in_a_row = 0
         self._emit(self._scheduler.lose_all(why))
         threading.Thread(target=self._revived, args=(why,), name="revive", daemon=True).start()

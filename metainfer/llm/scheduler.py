@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from metainfer.arch.cache_kinds import BLOCK_TOKENS, blocks_for
 from metainfer.core.events import EngineEvent, FinishEvent, FinishReason, PromptEvent, TokenEvent
 from metainfer.llm.admission import Limits, check_request, max_total_tokens
-from metainfer.llm.assignment import Assignment, sequence_step
+from metainfer.llm.assignment import Assignment, decode_turn, sequence_step
 from metainfer.llm.blocks import BlockPool, InvariantError
 from metainfer.llm.counters import Counters
 from metainfer.llm.policy import Policies
@@ -133,8 +133,9 @@ class Scheduler:
         return self._build(assignment)
 
     def _serve_decodes(self, assignment: Assignment, may_prefill: bool) -> None:
-        """One row (and the drafted ones) for each sequence with a single pending token. Where not
-        all can have one, those served longest ago come first."""
+        """One row (and the drafted ones) for each sequence with a single pending token, or for as
+        many as leave work for other stages. Where not all can have one, those served longest ago
+        come first."""
         decodes = [s for s in self._running if s.pending == 1 and not self._must_wait(s)]
         for sequence in decodes if self._policies.drafter is not None else ():
             self._draft(sequence)
@@ -142,6 +143,7 @@ class Scheduler:
         can_admit = bool(self._waiting) and self.pool.slots.num_free > 0
         prefill_waits = can_admit or any(s.pending > 1 for s in self._running)
         quota = self._policies.split.decode_rows(assignment.left, prefill_waits and may_prefill)
+        quota = min(quota, decode_turn(self._running, self.limits))
         if wanted > quota:
             decodes.sort(key=lambda s: s.served_at)
         for sequence in decodes:
@@ -157,9 +159,10 @@ class Scheduler:
                 quota -= rows
 
     def _must_wait(self, sequence: Sequence) -> bool:
-        """Whether results of a step in flight must be read first. Drafting needs all tokens."""
-        has_drafter = self._policies.drafter is not None
-        return sequence.must_wait or (has_drafter and sequence.unread > 0)
+        """Whether results of a step in flight must be read first. Drafting needs all tokens, and
+        so does the first stage of a pipeline, where none are drawn."""
+        needs_all = self._policies.drafter is not None or self.limits.stages > 1
+        return sequence.must_wait or (needs_all and sequence.unread > 0)
 
     def _draft(self, sequence: Sequence) -> None:
         most = min(self.limits.draft_rows, sequence.max_total - len(sequence.tokens) - 1)

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from queue import SimpleQueue
 from typing import TypeVar
 
 import torch
@@ -54,6 +55,37 @@ def begun(work: Callable[[], _Made]) -> Future[_Made]:
 
     threading.Thread(target=run, name="load", daemon=True).start()
     return done
+
+
+class InOrder:
+    """Does what it is given in a thread of its own, one after the other, as long as the process
+    lives.
+
+    Args:
+        settle: done first of all.
+    """
+
+    def __init__(self, settle: Callable[[], None]) -> None:
+        self._given: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._given.put(settle)
+        threading.Thread(target=self._run, name="own part", daemon=True).start()
+
+    def begin(self, work: Callable[[], _Made]) -> Future[_Made]:
+        """What `work` will return or raise."""
+        done: Future[_Made] = Future()
+
+        def run() -> None:
+            try:
+                done.set_result(work())
+            except BaseException as error:
+                done.set_exception(error)
+
+        self._given.put(run)
+        return done
+
+    def _run(self) -> None:
+        while True:
+            self._given.get()()
 
 
 def _settled(plan: Plan, work: Callable[[], _Made], cpus: Sequence[int]) -> _Made:

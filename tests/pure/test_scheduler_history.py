@@ -58,8 +58,9 @@ operations = st.one_of(
     num_blocks=st.integers(5, 9),
     draft_rows=st.sampled_from([0, 0, 2]),
     depth=st.integers(0, 1),
+    stages=st.integers(1, 3),
 )
-def test_any_history(crowd, history, max_num_seqs, budget, num_blocks, draft_rows, depth):
+def test_any_history(crowd, history, max_num_seqs, budget, num_blocks, draft_rows, depth, stages):
     """Adds, aborts and steps in any order: budgets hold (the shadow asserts it), the cache never
     holds a stranger's token, every request ends as if it had been alone, and all is freed."""
     limits = replace(
@@ -68,6 +69,7 @@ def test_any_history(crowd, history, max_num_seqs, budget, num_blocks, draft_row
         max_num_batched_tokens=budget,
         num_blocks=num_blocks,
         draft_rows=draft_rows,
+        stages=stages,
     )
     scheduler = Scheduler(limits, Policies(drafter=Oracle() if draft_rows else None))
     runner = ShadowRunner(VOCAB, budget, draft_rows)
@@ -82,7 +84,7 @@ def test_any_history(crowd, history, max_num_seqs, budget, num_blocks, draft_row
             aborted.update(e.request_id for e in events)
             seen.take(events)
 
-    ahead = Ahead(scheduler, runner, depth)
+    ahead = Ahead(scheduler, runner, depth + stages - 1)
 
     def one_step(between=lambda: None) -> None:
         seen.take(ahead.advance(between) or [])
