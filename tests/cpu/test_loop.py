@@ -296,7 +296,7 @@ def test_the_engine_waits_for_a_consumer_that_does_not_keep_up(ahead):
 def test_ctrl_c_at_any_moment_leaves_no_lock_taken():
     """The main thread submits, reads and aborts; afterwards the loop serves as before."""
     again = request("again", max_tokens=2)
-    for number in count(1, 3):
+    for number in count(1, 13):
         with running() as loop:
 
             def use(loop: Loop = loop) -> None:
