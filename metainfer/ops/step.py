@@ -26,8 +26,10 @@ class StepIndexCase:
     window: W, latents that a row sees, its own included.
     windows: of each ratio that a layer has.
     rope_width: R.
-    block_tokens: of a block of the tables; every ratio divides it.
+    block_tokens: of a block of the tables on one shard; every ratio divides it.
     dtype: of angles.
+    shards: over which the entries of a sequence are divided.
+    shard: which of them this is.
     """
 
     window: int
@@ -35,13 +37,15 @@ class StepIndexCase:
     rope_width: int
     block_tokens: int = 128
     dtype: str = "float32"
+    shards: int = 1
+    shard: int = 0
 
 
 def _cost(case: StepIndexCase, load: Load) -> Cost:
     """Lists are written, angles are read and written, tables are read."""
-    entries = sum(load.tokens // of.ratio for of in case.windows)
+    entries = sum(load.tokens // of.ratio // case.shards for of in case.windows)
     spans = sum(of.span for of in case.windows)
-    numbers = case.window + spans + entries + load.tokens // case.block_tokens
+    numbers = case.window + spans + entries + load.tokens // (case.block_tokens * case.shards)
     angles = (2 + len(case.windows)) * case.rope_width
     return Cost(2.0 * load.rows * (numbers + angles), load.rows * (8 * numbers + 8 * angles))
 
@@ -58,6 +62,11 @@ INDEX_DECODE = Op(
     in block e / (block_tokens / ratio) of its sequence's table, with as many rows a block. A row
     at position p sees the entries below (p + 1) / ratio, and closes a window where (p + 1) % ratio
     is 0. A row at position -1 is padding: it sees nothing and closes nothing.
+
+    Shards: a block has block_tokens tokens on each of `shards` shards, on shard r the r-th part of
+    its tokens. So entry e lies on shard e / (block_tokens / ratio) % shards, in the block e /
+    (block_tokens / ratio * shards), and a shard has its entries in the order of the sequence. Of
+    entries that lie on other shards none is seen here, and their windows close there.
 
     Angles of a position are the row of a table, or, where all tables of blocks together could
     hold more positions than it has rows, cosine and sine of position * frequency in fp32.
@@ -89,13 +98,18 @@ INDEX_DECODE = Op(
             sees; -1 behind the last.
     """,
     cases={
-        "deepseek-v4-flash": (StepIndexCase(128, _V4, 64),),
+        "deepseek-v4-flash": (
+            StepIndexCase(128, _V4, 64),
+            StepIndexCase(128, _V4, 64, shards=2, shard=1),
+        ),
         "pebble": (StepIndexCase(128, _V4, 64),),
     },
     small_cases=(
         StepIndexCase(12, (Windows(4, 8), Windows(16, 16)), 8, block_tokens=16),
         StepIndexCase(5, (Windows(2, 4),), 4, block_tokens=16),
         StepIndexCase(8, (), 6, block_tokens=16),
+        StepIndexCase(5, (Windows(2, 4), Windows(8, 8)), 4, block_tokens=8, shards=2, shard=1),
+        StepIndexCase(12, (Windows(4, 8), Windows(16, 16)), 8, block_tokens=16, shards=3),
     ),
     cost=_cost,
 )

@@ -88,14 +88,14 @@ def _scores(case: IndexCase, products_THE: torch.Tensor, weights_TH: torch.Tenso
 def _best(case: IndexCase, scores_TE: torch.Tensor, seen_TE: torch.Tensor) -> torch.Tensor:
     """Numbers of the best entries that are seen, in ascending order, then -1."""
     entries = seen_TE.shape[1]
-    ranks_TE = ranks(scores_TE).masked_fill(~seen_TE, -1)
+    ranks_TE = _ranks(scores_TE).masked_fill(~seen_TE, -1)
     best = ranks_TE.topk(min(case.topk, entries), dim=-1)
     ids_TK = torch.where(best.values < 0, entries, best.indices).sort(-1).values
     ids_TK = ids_TK.masked_fill(ids_TK == entries, -1)
     return torch.nn.functional.pad(ids_TK, (0, case.topk - ids_TK.shape[1]), value=-1)
 
 
-def ranks(scores_TE: torch.Tensor) -> torch.Tensor:
+def _ranks(scores_TE: torch.Tensor) -> torch.Tensor:
     """int64 that are ordered as the scores are, and among equal ones the first is the largest:
     torch's top-k leaves the order of equal numbers open."""
     bits_TE = (scores_TE + 0.0).view(torch.int32)

@@ -26,7 +26,7 @@ def index_decode(
         drafts: rows that rings hold for drafts.
     """
     slots = rows + 1
-    positions_T = draw.integers(0, blocks * case.block_tokens, rows)
+    positions_T = draw.integers(0, blocks * case.block_tokens * case.shards, rows)
     slots_T = torch.arange(rows, device=draw.device)
     if padding:
         positions_T[-padding:], slots_T[-padding:] = -1, rows
@@ -40,7 +40,7 @@ def index_decode(
 
 def index_decode_at_load(case: Any, draw: Draw, load: Load) -> Call:
     """All rows at the end of sequences of `load.tokens`."""
-    blocks = ceil_div(load.tokens, case.block_tokens)
+    blocks = ceil_div(load.tokens, case.block_tokens * case.shards)
     positions_T = torch.full((load.rows,), load.tokens - 1, device=draw.device)
     slots_T = torch.arange(load.rows, device=draw.device)
     tables_NM = draw.integers(0, load.rows * blocks, load.rows, blocks)

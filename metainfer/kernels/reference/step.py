@@ -22,7 +22,7 @@ def index_decode(
 ) -> tuple[torch.Tensor, ...]:
     positions_T1, slots_T1 = positions_T.unsqueeze(1), slots_T.unsqueeze(1)
     tables_TM = tables_NM.index_select(0, slots_T)
-    end = tables_NM.shape[1] * case.block_tokens
+    end = tables_NM.shape[1] * case.block_tokens * case.shards
     some_T = positions_T.clamp(min=0)
     ring = case.window + draft_rows
     back_W = torch.arange(1 - case.window, 1, device=positions_T.device)
@@ -52,13 +52,17 @@ def _windows(
     ring, per_block = windows.span + draft_rows, case.block_tokens // ratio
     seen_T1 = (positions_T1 + 1) // ratio
     is_open_T1 = (seen_T1 * ratio != positions_T1 + 1).logical_or_(positions_T1 < 0)
+    window_T1 = positions_T1.clamp(min=0) // ratio
+    is_open_T1.logical_or_(window_T1 // per_block % case.shards != case.shard)
+    per_round = per_block * case.shards
+    own_T1 = (seen_T1 % per_round - case.shard * per_block).clamp_(0, per_block)
+    own_T1 += seen_T1 // per_round * per_block
     back_S = torch.arange(1 - windows.span, 1, device=device)
     closing_TS = _ring_rows(slots_T1, positions_T1 + back_S, ring)
-    window_T1 = positions_T1.clamp(min=0) // ratio
-    target_T1 = tables_TM.gather(1, window_T1 // per_block) * per_block + window_T1 % per_block
+    target_T1 = tables_TM.gather(1, window_T1 // per_round) * per_block + window_T1 % per_block
     entry_E = torch.arange(tables_TM.shape[1] * per_block, device=device)
     rows_TE = tables_TM[:, entry_E // per_block] * per_block + entry_E % per_block
-    rows_TE = rows_TE.masked_fill_(entry_E >= seen_T1, -1)
+    rows_TE = rows_TE.masked_fill_(entry_E >= own_T1, -1)
     return [
         (positions_T1 % ratio).squeeze(1),
         (slots_T1 * ring + positions_T1 % ring).squeeze(1),

@@ -49,20 +49,21 @@ def ring_rows(slot, position, back: tl.constexpr, N: tl.constexpr, ring):
 
 @triton.jit
 def window_numbers(
-    t, position, slot, tables, table_stride, numbers, rotation, table, frequency, ring,
-    RATIO: tl.constexpr, SPAN: tl.constexpr, BS: tl.constexpr, T, BLOCK: tl.constexpr,
-    R: tl.constexpr, BR: tl.constexpr, TABLE: tl.constexpr, INTERPRETED: tl.constexpr,
+    t, position, slot, tables, table_stride, numbers, rotation, table, frequency, ring, shard,
+    SHARDS: tl.constexpr, RATIO: tl.constexpr, SPAN: tl.constexpr, BS: tl.constexpr, T,
+    BLOCK: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, TABLE: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Of a ratio: phase, ring row and target of row t, each T numbers, then T lists of the window;
     and its angles."""
     some = tl.maximum(position, 0)
     window = some // RATIO
+    per_block: tl.constexpr = BLOCK // RATIO
     closes = (position >= 0) & ((position + 1) % RATIO == 0)
+    closes &= window // per_block % SHARDS == shard
     # The remainder of a negative number has the sign of the divisor.
     phase = tl.where(position < 0, (position % RATIO + RATIO) % RATIO, position % RATIO)
     place = tl.where(position < 0, (position % ring + ring) % ring, position % ring)
-    per_block: tl.constexpr = BLOCK // RATIO
-    block = tl.load(tables + slot * table_stride + window // per_block)
+    block = tl.load(tables + slot * table_stride + window // (per_block * SHARDS))
     target = tl.where(closes, block * per_block + window % per_block, -1)
     tl.store(numbers + t, phase)
     tl.store(numbers + T + t, slot * ring + place)
@@ -75,25 +76,28 @@ def window_numbers(
 
 @triton.jit
 def entry_piece(
-    piece, t, position, slot, tables, table_stride, entries, rows,
-    RATIO: tl.constexpr, BLOCK: tl.constexpr, PIECE: tl.constexpr,
+    piece, t, position, slot, tables, table_stride, entries, rows, shard,
+    SHARDS: tl.constexpr, RATIO: tl.constexpr, BLOCK: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     """A piece of the list of entries of row t; `rows` [T, entries + 1]."""
     per_block: tl.constexpr = BLOCK // RATIO
     e_E = piece * PIECE + tl.arange(0, PIECE)
-    seen_E = (e_E < entries) & (e_E < (position + 1) // RATIO)
+    seen = (position + 1) // RATIO
+    per_round: tl.constexpr = per_block * SHARDS
+    own = tl.minimum(tl.maximum(seen % per_round - shard * per_block, 0), per_block)
+    seen_E = (e_E < entries) & (e_E < seen // per_round * per_block + own)
     block_E = tl.load(tables + slot * table_stride + e_E // per_block, seen_E, 0)
     row_E = tl.where(seen_E, block_E * per_block + e_E % per_block, -1)
     tl.store(rows + t * (entries + 1) + e_E, row_E, e_E <= entries)
 
 
-@triton.jit(do_not_specialize=["T", "entries0", "entries1", "pieces0"],
+@triton.jit(do_not_specialize=["T", "entries0", "entries1", "pieces0", "shard"],
             do_not_specialize_on_alignment=["tables"])  # fmt: skip
 def index_step(
     positions, slots, tables, table_stride,
     sliding, sliding_frequency, compressing, compressing_frequency,
     angles, latents, numbers0, numbers1, entry_rows0, entry_rows1,
-    T, window_ring, ring0, ring1, entries0, entries1, pieces0,
+    T, window_ring, ring0, ring1, entries0, entries1, pieces0, shard, SHARDS: tl.constexpr,
     W: tl.constexpr, BW: tl.constexpr, RATIO0: tl.constexpr, SPAN0: tl.constexpr,
     BS0: tl.constexpr, RATIO1: tl.constexpr, SPAN1: tl.constexpr, BS1: tl.constexpr,
     BLOCK: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, PIECE: tl.constexpr,
@@ -123,24 +127,24 @@ def index_step(
             window_numbers(
                 t, position, slot, tables, table_stride, numbers0,
                 angles + 2 * T * R, compressing, compressing_frequency, ring0,
-                RATIO0, SPAN0, BS0, T, BLOCK, R, BR, TABLE, INTERPRETED,
+                shard, SHARDS, RATIO0, SPAN0, BS0, T, BLOCK, R, BR, TABLE, INTERPRETED,
             )  # fmt: skip
         if RATIO1:
             window_numbers(
                 t, position, slot, tables, table_stride, numbers1,
                 angles + 3 * T * R, compressing, compressing_frequency, ring1,
-                RATIO1, SPAN1, BS1, T, BLOCK, R, BR, TABLE, INTERPRETED,
+                shard, SHARDS, RATIO1, SPAN1, BS1, T, BLOCK, R, BR, TABLE, INTERPRETED,
             )  # fmt: skip
     elif piece <= pieces0:
         if RATIO0:
             entry_piece(
                 piece - 1, t, position, slot, tables, table_stride, entries0, entry_rows0,
-                RATIO0, BLOCK, PIECE,
+                shard, SHARDS, RATIO0, BLOCK, PIECE,
             )  # fmt: skip
     elif RATIO1:
         entry_piece(
             piece - 1 - pieces0, t, position, slot, tables, table_stride, entries1,
-            entry_rows1, RATIO1, BLOCK, PIECE,
+            entry_rows1, shard, SHARDS, RATIO1, BLOCK, PIECE,
         )  # fmt: skip
 
 
@@ -155,7 +159,7 @@ def index_decode(
     compressing: Angles,
 ) -> tuple[torch.Tensor, ...]:
     rows, blocks, channels = len(positions_T), tables_NM.shape[1], case.rope_width
-    end = blocks * case.block_tokens
+    end = blocks * case.block_tokens * case.shards
     first, second = (*case.windows, *[_NONE] * _RATIOS)[:_RATIOS]
     counts = [blocks * (case.block_tokens // of.ratio) for of in case.windows]
     pieces = [cdiv(count + 1, _PIECE) for count in counts]
@@ -186,6 +190,8 @@ def index_decode(
         *counts,
         *[0] * missing,
         pieces[0] if pieces else 0,
+        case.shard,
+        SHARDS=case.shards,
         W=case.window,
         BW=next_power_of_2(case.window),
         RATIO0=first.ratio,
