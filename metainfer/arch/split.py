@@ -105,7 +105,7 @@ def check_split(arch: Arch, size: int, expert: int = 1) -> None:
     if size % expert:
         raise UserError(
             f"experts cannot be dealt over {expert} parts of {size} ranks",
-            hint=f"give a divisor of {size}",
+            hint=f"give a divisor of {size} with --expert-parallel-size, or leave it out",
         )
     if size == 1:
         return
@@ -134,7 +134,8 @@ def check_split(arch: Arch, size: int, expert: int = 1) -> None:
     if refused:
         raise UserError(
             f"{arch.name} cannot be divided over {size} ranks: " + "; ".join(refused),
-            hint="choose a smaller --tensor-parallel-size",
+            hint="choose another --tensor-parallel-size"
+            + (" or --expert-parallel-size" if expert > 1 else ""),
         )
 
 

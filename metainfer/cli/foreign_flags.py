@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-_ONE_RANK = "this version runs one rank: leave it out"
 _NO_OFFLOAD = "weights stay on one device in this version: leave it out"
 _NO_LORA = "adapters are not supported: merge them into the weights beforehand"
 _NO_SPECULATION = "speculative decoding is not in this version: leave it out"
@@ -37,17 +36,13 @@ FOREIGN_FLAGS: Mapping[str, str] = MappingProxyType(
         "--dp-size": "start one server per replica: leave it out",
         "--enable-auto-tool-choice": "tool calls are always parsed: leave it out",
         "--enable-chunked-prefill": "long prompts are always prefilled in chunks: leave it out",
-        "--enable-expert-parallel": _ONE_RANK,
         "--enable-lora": _NO_LORA,
         "--enable-prefix-caching": _NO_PREFIX_CACHE,
-        "--ep-size": _ONE_RANK,
         "--generation-config": "defaults of sampling are read from the model's"
         " generation_config.json: leave it out",
         "--lora-modules": _NO_LORA,
         "--lora-paths": _NO_LORA,
         "--moe-runner-backend": "kernels are chosen by the plan: leave it out",
-        "--pipeline-parallel-size": _ONE_RANK,
-        "--pp-size": _ONE_RANK,
         "--quantization": "the format is read from the checkpoint's config.json: leave it out",
         "--reasoning-parser": _PARSER_BY_MODEL,
         "--revision": "name a local directory that holds the revision you want",

@@ -99,7 +99,7 @@ class Engine:
             Scheduler(self.limits, Policies(pace=pace)),
             executor,
             revive=revive,
-            ahead=plan.async_scheduling.value == "on",
+            ahead=plan.steps_ahead,
             check_every_step=check_every_step,
         )
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -280,7 +280,7 @@ def load_model(
     ahead = begun(lambda: steps_ahead(arch, plan, target, starts, tuned))
     bound = registry if watched is None else watched(registry)
     ranks = None
-    if plan.tensor_parallel_size.value > 1:
+    if plan.ranks > 1:
         recipe = Recipe(machine, plan, arch, directory, settings, target, tuned)
         ranks = Ranks(recipe, on_progress)
     try:
@@ -331,6 +331,7 @@ def limits_of(arch: Arch, plan: Plan) -> Limits:
         max_queued_requests=plan.max_queued_requests.value,
         num_blocks=plan.num_blocks.value,
         draft_rows=plan.draft_rows.value,
+        stages=plan.pipeline_parallel_size.value,
     )
 
 

@@ -52,6 +52,8 @@ def make_runner(
         kernel_order=plan.kernel_order.value,
         group=group or Solo(),
         context=plan.prefill_context_parallel_size.value,
+        expert=plan.expert_parallel_size.value,
+        stages=plan.pipeline_parallel_size.value,
         device=device,
         compute_dtype=getattr(torch, plan.compute_dtype.value),
         activations=plan.activations.value,
@@ -67,6 +69,7 @@ def make_runner(
         draft_rows=draft_rows,
         device=device,
         spare=bool(plan.cuda_graph_sizes.value),
+        layers=model.stage.layers,
     )
     _log.debug(
         "weights %s, cache %s", format_bytes(model.weights_nbytes), format_bytes(cache.nbytes)
@@ -89,6 +92,7 @@ def make_runner(
         max_blocks=blocks_for(plan.max_model_len.value),
         device=device,
         fixed=_fixed_shapes(plan, on_paper),
+        draws=model.stage.is_last,
     )
     return (*model.kernels, *sampler.kernels), runner
 

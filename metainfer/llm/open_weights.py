@@ -28,10 +28,13 @@ def open_weights(
     """
     Args:
         plan: as the rank reads it.
+        rank: of all stages.
 
     Raises UserError, CheckpointError: as `Checkpoint.open`.
     """
     size, context = plan.tensor_parallel_size.value, plan.prefill_context_parallel_size.value
+    expert = plan.expert_parallel_size.value
+    stage, rank = plan.place_of(rank, arch.num_layers)
     if settings.load_format == LoadFormat.DUMMY:
         return DummyCheckpoint(
             arch,
@@ -39,6 +42,8 @@ def open_weights(
             rank=rank,
             size=size,
             context=context,
+            expert=expert,
+            stage=stage,
             on_progress=on_progress,
         )
     return Checkpoint.open(
@@ -47,6 +52,8 @@ def open_weights(
         rank=rank,
         size=size,
         context=context,
+        expert=expert,
+        stage=stage,
         on_progress=on_progress,
         more_layers=cuts_layers(settings.hf_overrides),
     )

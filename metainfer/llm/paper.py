@@ -57,12 +57,16 @@ class Paper:
         registry = builtin_registry(self._launch).with_tuned(tuned)
         self._products = library_shapes()
         ranks, context = plan.tensor_parallel_size.value, plan.prefill_context_parallel_size.value
+        expert = plan.expert_parallel_size.value
+        # One stage of all layers: those of a pipeline compile no more than that.
+        stages = plan.pipeline_parallel_size
+        plan = replace(plan, pipeline_parallel_size=replace(stages, value=1))
         group = OnPaper(0, ranks) if ranks > 1 else None
         with torch.device("meta"):
             _, self._runner = make_runner(
                 arch,
                 plan,
-                ShapesOnly(arch, ranks, context),
+                ShapesOnly(arch, ranks, context, expert),
                 registry,
                 target,
                 group=group,

@@ -136,7 +136,7 @@ class _Rank:
     """A part of a model, who runs it, and the steps whose results were not read."""
 
     def __init__(self, start: Start, inbox: _Inbox) -> None:
-        self._group = StandingGroup(start.rank, start.plan.tensor_parallel_size.value)
+        self._group = StandingGroup(start.rank, start.plan.ranks)
         self._inbox = inbox
         self._rank = start.rank
         self._flights: deque[tuple[Step, Flight]] = deque()
@@ -174,7 +174,8 @@ class _Rank:
             case Launch(reads, packed):
                 # First of all, so that tables are known whatever fails.
                 step = None if packed is None else self._receiver.unpacked(packed)
-                done = tuple(self._read() for _ in range(reads))
+                read = tuple(self._read() for _ in range(reads))
+                done = read if self._runner.draws else ()
                 if step is not None:
                     self._flights.append((step, self._runner.launch(step)))
                 return Done(done)

@@ -6,8 +6,10 @@ import logging
 import secrets
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
+from typing import TypeVar
 
 from metainfer.comm.group import GroupError
 from metainfer.core.errors import MetainferError
@@ -33,7 +35,10 @@ from metainfer.llm.request import Request
 from metainfer.llm.runner import Runner
 from metainfer.llm.step import Step, StepOutput
 from metainfer.llm.step_wire import StepSender
+from metainfer.llm.threads import InOrder
 from metainfer.nn.cache import CacheStorage
+
+T = TypeVar("T")
 
 _PATIENCE_S = 2.0
 """For answers of ranks that failed too; the others wait for this one in vain, and are told so."""
@@ -60,6 +65,9 @@ class GroupRunner:
         runner: of this process, which is rank 0, over `group`.
         crew: the other ranks, which have loaded their parts.
         meet: makes a meeting for all of them.
+        stages: of a pipeline that the ranks are.
+        apart: where this rank's part is computed behind what is launched, so that stages work at
+            the same time; None where it is queued on a GPU, or there is one stage.
         may_meet_again: False where work that was queued, or graphs, would still use the group that
             they left.
     """
@@ -71,6 +79,8 @@ class GroupRunner:
         crew: RankCrew,
         meet: Callable[[], Meeting],
         *,
+        stages: int = 1,
+        apart: InOrder | None = None,
         may_meet_again: bool = True,
     ) -> None:
         self._runner = runner
@@ -78,6 +88,8 @@ class GroupRunner:
         self._crew = crew
         self._make_meeting = meet
         self._captures = False
+        self._stages = stages
+        self._apart = apart
         self._sender = StepSender()
         self._may_meet_again = may_meet_again
         self._unread: deque[GroupFlight] = deque()
@@ -105,7 +117,7 @@ class GroupRunner:
         self._tell_reads(step)
         made = GroupFlight(self, step)
         try:
-            made.flight = self._runner.launch(step)
+            made.flight = self._begin(lambda: self._runner.launch(step))
         except Exception as error:
             raise self._after(error, made) from error
         self._unread.append(made)
@@ -114,6 +126,7 @@ class GroupRunner:
     def renew(self, crew: RankCrew) -> None:
         """Go on with other processes, which have loaded too. Nothing is known of any request."""
         self._crew = crew
+        self._await_own()
         self._unread.clear()
         self._expected.clear()
         self._reads = 0
@@ -140,6 +153,10 @@ class GroupRunner:
             self._unread.remove(made)
             raise made.failure
         assert self._unread[0] is made and made.flight is not None, "flights are read in order"
+        try:
+            flight = made.flight.result()
+        except Exception as error:
+            raise self._after(error, made) from error
         self._settle(made)
         self._unread.popleft()
         self._reads += 1
@@ -147,7 +164,7 @@ class GroupRunner:
         if scores:  # by logits, for which all ranks are needed
             self._tell_reads(None)
         try:
-            output = made.flight.wait()
+            output = self._begin(flight.wait).result() if scores else flight.wait()
             if scores:
                 self._take(self._crew.answers())
         except RankLostError:
@@ -156,6 +173,18 @@ class GroupRunner:
             raise self._after(error, made) from error
         self._expected[made.step.step_id] = digest(output)
         return output
+
+    def _begin(self, work: Callable[[], T]) -> Future[T]:
+        """Of this rank: done when this returns, or behind all that was begun before."""
+        if self._apart is not None:
+            return self._apart.begin(work)
+        done: Future[T] = Future()
+        done.set_result(work())
+        return done
+
+    def _await_own(self) -> None:
+        """All that was begun is over."""
+        self._begin(lambda: None).result()
 
     def _tell_reads(self, step: Step | None) -> None:
         """Launch a step on the other ranks, behind what they have not read yet."""
@@ -198,7 +227,10 @@ class GroupRunner:
 
         Returns what the step failed with.
         """
-        if error is not None and not isinstance(error, GroupError):
+        if self._stages > 1:  # which are at different steps
+            self._group.abort(f"rank 0 failed: {sentence(error)}" if error else "a rank failed")
+            self._await_own()
+        elif error is not None and not isinstance(error, GroupError):
             with suppress(RankLostError):  # which is found out below
                 self._crew.tell(Alike(self._group.calls))
         others = [one for one in self._unread if one is not made]
@@ -206,6 +238,8 @@ class GroupRunner:
         failed = [made]
         try:
             self._crew.settle(suspects=isinstance(error, GroupError))
+            if self._apart is not None and not made.settled:  # it was told before the others
+                answers, made.settled = self._final_answers(error), True
             failed += [one for one in others if not self._is_sound(one, error)]
             answers = answers or self._final_answers(error)
             failures = {r: one for r, one in answers.items() if isinstance(one, Failed)}
@@ -229,7 +263,8 @@ class GroupRunner:
             return made.failure is None
         answers = self._final_answers(error)
         made.settled = True
-        return not any(isinstance(answer, Failed) for answer in answers.values())
+        failed = any(isinstance(answer, Failed) for answer in answers.values())
+        return not failed and self._stages == 1
 
     def _final_answers(self, error: Exception | None) -> Mapping[int, Done | Failed]:
         """To an order that has failed: others failed alike, or wait for this rank in vain."""
@@ -240,6 +275,8 @@ class GroupRunner:
     def _in_step(self, error: Exception | None, failures: Mapping[int, Failed]) -> bool:
         """Whether all ranks failed at the same place, by themselves: nobody waits for anybody."""
         if error is None or isinstance(error, GroupError) or len(failures) < self._group.size - 1:
+            return False
+        if self._stages > 1:
             return False
         return not any(one.apart for one in failures.values())
 
@@ -287,7 +324,7 @@ class GroupFlight:
 
     def __init__(self, ranks: GroupRunner, step: Step) -> None:
         self.step = step
-        self.flight: Flight | None = None
+        self.flight: Future[Flight] | None = None
         self.settled = False
         self.failure: Exception | None = None
         self._ranks = ranks

@@ -61,6 +61,9 @@ class Runner(Generic[C]):
     Args:
         fixed: None where every step is computed in shapes of its own.
         draws: False where another stage has the head: steps give nothing here.
+
+    Attributes:
+        draws: as given.
     """
 
     def __init__(
@@ -84,7 +87,7 @@ class Runner(Generic[C]):
         self._batch = BatchBuilder(num_slots, max_blocks, device, sampler.last_tokens_S)
         self._slice_rows = max(1, PROMPT_LOGITS_BYTES // (4 * vocab_size))
         self._states: dict[str, SequenceSampling] = {}
-        self._draws = draws
+        self.draws = draws
         self.decode_steps: DecodeSteps[C] | None = None
         if fixed is not None:
             self.decode_steps = DecodeSteps(
@@ -125,7 +128,7 @@ class Runner(Generic[C]):
     def capture(self) -> None:
         """Before the first request: sample in all forms, run decode steps of all fixed shapes, and
         make their graphs."""
-        if self._draws:
+        if self.draws:
             self._sampler.warm_up()
         if self.decode_steps is not None:
             self.decode_steps.capture()
@@ -181,7 +184,7 @@ class Runner(Generic[C]):
             numbers = self._batch.decode_rows(step, shape.rows)
             read = self._batch.read if has_unread(step) else None
             logits_TV = self.decode_steps.run(shape, numbers, read)
-            logits_RV = self._sampled(step, logits_TV) if self._draws else None
+            logits_RV = self._sampled(step, logits_TV) if self.draws else None
             return logits_RV, [None] * len(step.sequences)
         if self.decode_steps is not None:
             self.decode_steps.note_shapeless(step)

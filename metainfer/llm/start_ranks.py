@@ -23,7 +23,7 @@ from metainfer.llm.rank_orders import Start
 from metainfer.llm.ranks import GroupRunner
 from metainfer.llm.restarts import Restarts
 from metainfer.llm.runner import Runner
-from metainfer.llm.threads import settle_thread
+from metainfer.llm.threads import InOrder, settle_thread
 from metainfer.nn.cache import CacheStorage
 from metainfer.ops.base import Target
 from metainfer.plan.plan import Plan
@@ -53,7 +53,7 @@ class Recipe:
 
     @property
     def size(self) -> int:
-        return self.plan.tensor_parallel_size.value
+        return self.plan.ranks
 
     def cpus(self) -> list[tuple[int, ...]]:
         """Of each rank."""
@@ -105,8 +105,17 @@ class Ranks:
         """Of all ranks, once they have loaded. Raises UserError, RankLostError."""
         self._crew.loaded()
         on_cpu = self._recipe.plan.device.value == "cpu"
+        stages, apart = self._recipe.plan.pipeline_parallel_size.value, None
+        if stages > 1 and on_cpu:
+            apart = InOrder(lambda: settle_thread(self._recipe.plan, self.cpus))
         self._runner = GroupRunner(
-            own, self.group, self._crew, self._meeting, may_meet_again=on_cpu
+            own,
+            self.group,
+            self._crew,
+            self._meeting,
+            stages=stages,
+            apart=apart,
+            may_meet_again=on_cpu,
         )
         return self._runner
 

@@ -30,10 +30,14 @@ from metainfer.plan.plan import Origin, Plan, Value
 from metainfer.plan.proof import CacheProof
 from metainfer.plan.ranks import (
     collectives,
+    expert_parallel_size,
+    expert_parts,
+    pipeline_parallel_size,
     prefill_context_parallel_size,
     rank_count,
     rank_gpus,
     refuse_code_of_others,
+    stage_ranks,
     tensor_parallel_size,
     threads_of_rank,
 )
@@ -101,7 +105,10 @@ def build_plan(
     _refuse_contradictions(arch, settings)
     ranks = tensor_parallel_size(arch, settings)
     context = prefill_context_parallel_size(settings)
-    carried = collectives(target, ranks.value)
+    experts = expert_parallel_size(settings)
+    stages = pipeline_parallel_size(arch, settings)
+    everyone = rank_count(settings)
+    carried = collectives(target, everyone)
     formats = choose_formats(machine, arch, settings, capabilities, proof)
     residency, kernel_order = _residency(served, capabilities)
     batched_tokens = _flag("--max-num-batched-tokens", settings.max_num_batched_tokens) or Value(
@@ -122,9 +129,11 @@ def build_plan(
         captures=cuda_graphs.value == "on",
         ranks=ranks.value,
         context=context.value,
+        expert=experts.value,
+        stages=stages.value,
     )
     if target.type == "cuda":
-        rank_gpus(machine, fixed.gpu, fixed.ranks)  # says where they are too few
+        rank_gpus(machine, fixed.gpu, everyone)  # says where they are too few
     sizes = fit_memory(machine, arch, settings, fixed)
     _refuse_more_than_there_is(machine, settings, fixed, sizes)
     return Plan(
@@ -137,6 +146,8 @@ def build_plan(
         index_cache_dtype=formats.index_cache_dtype,
         tensor_parallel_size=ranks,
         prefill_context_parallel_size=context,
+        expert_parallel_size=experts,
+        pipeline_parallel_size=stages,
         collectives=carried,
         max_model_len=sizes.max_model_len,
         max_num_seqs=sizes.max_num_seqs,
@@ -159,7 +170,7 @@ def build_plan(
         async_scheduling=async_scheduling(target.type, settings),
         decode_share=decode_share(settings),
         longest_prefill_s=longest_prefill_s(settings),
-        threads=threads_of_rank(_threads(machine, settings, target), ranks.value),
+        threads=threads_of_rank(_threads(machine, settings, target), everyone),
     )
 
 
@@ -182,8 +193,8 @@ class _Served:
         dtypes = cache_dtypes(self.settings, "bfloat16", self.proof)
         caches = cache_formats(arch, *(dtype.value for dtype in dtypes))
         activations = choose_activations(arch, self.settings, capabilities).value
-        ranks = rank_count(self.settings)
-        layers = served_uses(arch, ranks, "bfloat16", "bfloat16", activations, caches)
+        ranks, expert = stage_ranks(self.settings), expert_parts(self.settings)
+        layers = served_uses(arch, ranks, "bfloat16", "bfloat16", activations, caches, expert)
         return tuple(dict.fromkeys(op.op for op in (*layers, *sampling_uses(arch.vocab_size))))
 
     def uncovered(self, capabilities: Capabilities) -> list[str]:
@@ -249,7 +260,7 @@ def _refuse_more_than_there_is(
     allocated = sizes.state_bytes.value + sizes.blocks_bytes.value + sizes.activation_bytes.value
     allocated += sizes.graphs_bytes.value
     if fixed.device_name == "cpu":
-        allocated *= fixed.ranks
+        allocated *= fixed.ranks * fixed.stages
     if settings.num_blocks_override is None or isinstance(total, Unknown) or allocated <= total:
         return
     raise UserError(

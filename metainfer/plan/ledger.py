@@ -15,7 +15,8 @@ from metainfer.arch.cache_kinds import CacheKind, Scope, cache_kinds
 from metainfer.arch.manifest import MTP_PREFIX, TensorSpec, iterate
 from metainfer.arch.record import Arch, LayerKind
 from metainfer.arch.shape_of import shape_of_v4
-from metainfer.arch.split import rank_shape
+from metainfer.arch.split import expert_of, own_experts, rank_shape
+from metainfer.arch.stages import Stage
 from metainfer.core.dtypes import DType
 from metainfer.ops.base import ELEMENT_BYTES
 from metainfer.ops.cache_formats import CacheFormats
@@ -48,22 +49,33 @@ _IN_PIECES = re.compile(r"\.(attn\.wo_b|shared_experts\.w[123])\.")
 
 
 def weights_bytes(
-    arch: Arch, residency: str, compute_dtype: str, ranks: int = 1, context: int = 1
+    arch: Arch,
+    residency: str,
+    compute_dtype: str,
+    ranks: int = 1,
+    context: int = 1,
+    expert: int = 1,
+    stage: Stage | None = None,
 ) -> int:
     """Memory of the weights of one of `ranks` ranks; drafting blocks are not loaded.
 
     Args:
         context: ranks that share the tokens of long prefills. They have the same heads; of what
             does not lie together in those, decoding has its part a second time.
+        expert: parts of the ranks over which experts are dealt.
+        stage: whose ranks these are; None where one stage has all layers.
     """
+    own = own_experts(arch.num_experts, 0, ranks, expert)
 
     def resident(spec: TensorSpec, context: int) -> int:
-        part = replace(spec, shape=rank_shape(spec.name, spec.shape, ranks, context))
+        part = replace(spec, shape=rank_shape(spec.name, spec.shape, ranks, context, expert))
         return resident_bytes(part, residency, ELEMENT_BYTES[compute_dtype])
 
     total = 0
     for spec in iterate(arch):
-        if spec.name.startswith(MTP_PREFIX):
+        if spec.name.startswith(MTP_PREFIX) or not (stage is None or stage.has(spec.name)):
+            continue
+        if (number := expert_of(spec.name)) is not None and number not in own:
             continue
         total += resident(spec, context)
         if context > 1 and _IN_PIECES.search(spec.name):
@@ -87,15 +99,22 @@ def resident_bytes(spec: TensorSpec, residency: str, compute_bytes: int) -> int:
     return max(spec.nbytes, elements * compute_bytes)
 
 
-def state_bytes(arch: Arch, num_slots: int, caches: CacheFormats, draft_rows: int) -> int:
-    """Memory of the rings of `num_slots` sequences."""
-    kinds = cache_kinds(arch, draft_rows)
+def state_bytes(
+    arch: Arch,
+    num_slots: int,
+    caches: CacheFormats,
+    draft_rows: int,
+    layers: range | None = None,
+) -> int:
+    """Memory of the rings of `num_slots` sequences, of all layers or some."""
+    kinds = cache_kinds(arch, draft_rows, layers)
     return num_slots * _bytes_per_block(kinds, Scope.SEQUENCE, caches)
 
 
-def block_bytes(arch: Arch, caches: CacheFormats) -> int:
-    """Memory of one block in all growing kinds; 0 for a model that compresses nothing."""
-    return _bytes_per_block(cache_kinds(arch), Scope.TOKENS, caches)
+def block_bytes(arch: Arch, caches: CacheFormats, layers: range | None = None) -> int:
+    """Memory of one block in all growing kinds, of all layers or some; 0 where these compress
+    nothing."""
+    return _bytes_per_block(cache_kinds(arch, layers=layers), Scope.TOKENS, caches)
 
 
 def _bytes_per_block(kinds: Iterable[CacheKind], scope: Scope, caches: CacheFormats) -> int:
@@ -112,6 +131,7 @@ def activation_bytes(
     compute_dtype: str,
     workspace_bytes: int = KERNEL_WORKSPACE_BYTES,
     ranks: int = 1,
+    expert: int = 1,
 ) -> int:
     """Bound on what one step holds beside weights and cache.
 
@@ -121,9 +141,10 @@ def activation_bytes(
         max_model_len: of the longest sequence.
         workspace_bytes: what the kernels of the device may take.
         ranks: that divide heads, experts and head; the step is that of one of them.
+        expert: parts of these over which experts are dealt: all rows may go to one of them.
     """
     size = ELEMENT_BYTES[compute_dtype]
-    widths = step_widths(shape_of_v4(arch), tensor=ranks, expert_slices=ranks)
+    widths = step_widths(shape_of_v4(arch), tensor=ranks, expert_slices=ranks // expert)
     streams = stream_bytes(widths, rows, size)
     sums = gathered = 0
     if ranks > 1:

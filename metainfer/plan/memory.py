@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from metainfer.arch.cache_kinds import BLOCK_TOKENS, blocks_for
 from metainfer.arch.record import Arch
+from metainfer.arch.stages import Stage, stage_of
 from metainfer.core.errors import UserError
 from metainfer.core.units import format_bytes, format_count
 from metainfer.hardware.machine import Machine, Unknown
@@ -47,6 +48,8 @@ class Fixed:
     captures: bool  # decode steps are captured as graphs
     ranks: int = 1  # that share the model; all sizes are of one of them
     context: int = 1  # of these, that share the tokens of long prefills
+    expert: int = 1  # parts of these over which experts are dealt
+    stages: int = 1  # of a pipeline, each of so many ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,30 +70,29 @@ class Sizes:
 
 def fit_memory(machine: Machine, arch: Arch, settings: EngineSettings, fixed: Fixed) -> Sizes:
     """Raises UserError, with the amounts and the flag to change, for what does not fit."""
-    weights = weights_bytes(arch, fixed.residency, fixed.compute_dtype, fixed.ranks, fixed.context)
-    fit = _Fit(arch, settings, fixed, _budget(machine, settings, fixed), weights)
+    fit = _Fit(arch, settings, fixed, _budget(machine, settings, fixed), _parts(arch, fixed))
     length, seqs = fit.length_and_seqs()
     blocks = fit.blocks(length.value, seqs.value)
     rows, contexts = fit.graph_shapes(length.value, seqs.value)
-    size = block_bytes(arch, fixed.caches)
+    part = fit.fullest(seqs.value, blocks.value)
     return Sizes(
         max_model_len=length,
         max_num_seqs=seqs,
         num_blocks=blocks,
         weights_bytes=Value(
-            fit.weights,
+            part.weights,
             Origin.MODEL,
-            _weights_reason(fixed),
+            _weights_reason(fixed, part),
         ),
         state_bytes=Value(
-            fit.state(seqs.value),
+            seqs.value * part.sequence,
             Origin.MODEL,
-            f"{format_bytes(fit.state(1))} of rings for each of {seqs.value} sequences",
+            f"{format_bytes(part.sequence)} of rings for each of {seqs.value} sequences",
         ),
         blocks_bytes=Value(
-            blocks.value * size,
+            blocks.value * part.block,
             Origin.MODEL,
-            f"{format_bytes(size)} for each block of {BLOCK_TOKENS} tokens",
+            f"{format_bytes(part.block)} for each block of {BLOCK_TOKENS} tokens",
         ),
         activation_bytes=Value(
             fit.activations(length.value, seqs.value),
@@ -107,8 +109,40 @@ def fit_memory(machine: Machine, arch: Arch, settings: EngineSettings, fixed: Fi
     )
 
 
-def _weights_reason(fixed: Fixed) -> str:
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Bytes on a rank of one stage: weights, rings of a sequence, a block."""
+
+    stage: Stage
+    weights: int
+    sequence: int
+    block: int
+
+    def total(self, seqs: int, blocks: int) -> int:
+        return self.weights + seqs * self.sequence + blocks * self.block
+
+
+def _parts(arch: Arch, fixed: Fixed) -> tuple[_Part, ...]:
+    """Of all stages."""
+    stages = [stage_of(n, fixed.stages, arch.num_layers) for n in range(fixed.stages)]
+    shared = fixed.ranks, fixed.context, fixed.expert
+    return tuple(
+        _Part(
+            stage,
+            weights_bytes(arch, fixed.residency, fixed.compute_dtype, *shared, stage),
+            state_bytes(arch, 1, fixed.caches, fixed.draft_rows, stage.layers),
+            block_bytes(arch, fixed.caches, stage.layers),
+        )
+        for stage in stages
+    )
+
+
+def _weights_reason(fixed: Fixed, part: _Part) -> str:
     whole = f"all tensors of the checkpoint that are used, {fixed.residency}"
+    if fixed.stages > 1:
+        layers, number = part.stage.layers, part.stage.number + 1
+        whole = f"layers {layers.start} to {layers.stop - 1}, {fixed.residency}"
+        whole += f", on stage {number} of {fixed.stages}, which needs most"
     return whole if fixed.ranks == 1 else f"a rank's part of {whole}"
 
 
@@ -140,9 +174,10 @@ def _budget(machine: Machine, settings: EngineSettings, fixed: Fixed) -> _Budget
         )
     amount = int(free * share)
     text = f"{format_bytes(amount)}, {100 * share:g}% of the {format_bytes(free)} that are free"
-    if fixed.ranks > 1 and fixed.device_name == "cpu":
-        amount //= fixed.ranks
-        text = f"{format_bytes(amount)} for each of {fixed.ranks} ranks, {text.partition(', ')[2]}"
+    everyone = fixed.ranks * fixed.stages
+    if everyone > 1 and fixed.device_name == "cpu":
+        amount //= everyone
+        text = f"{format_bytes(amount)} for each of {everyone} ranks, {text.partition(', ')[2]}"
     return _Budget(amount, text)
 
 
@@ -151,7 +186,7 @@ def _free_bytes(machine: Machine, fixed: Fixed) -> int | Unknown:
         return machine.memory.available_bytes
     if isinstance(machine.gpus, Unknown):
         return machine.gpus
-    gpus = rank_gpus(machine, fixed.gpu, fixed.ranks)
+    gpus = rank_gpus(machine, fixed.gpu, fixed.ranks * fixed.stages)
     return min(gpu.free_bytes for gpu in gpus) if gpus else Unknown("no GPU is listed")
 
 
@@ -163,10 +198,11 @@ class _Fit:
     settings: EngineSettings
     fixed: Fixed
     budget: _Budget
-    weights: int  # bytes
+    parts: tuple[_Part, ...]  # of all stages
 
-    def state(self, seqs: int) -> int:
-        return state_bytes(self.arch, seqs, self.fixed.caches, self.fixed.draft_rows)
+    def fullest(self, seqs: int, blocks: int) -> _Part:
+        """Of the stage that needs most."""
+        return max(self.parts, key=lambda part: part.total(seqs, blocks))
 
     def activations(self, length: int, seqs: int) -> int:
         fixed = self.fixed
@@ -179,6 +215,7 @@ class _Fit:
             fixed.compute_dtype,
             KERNEL_WORKSPACE_BYTES if on_cpu else GPU_WORKSPACE_BYTES,
             fixed.ranks,
+            fixed.expert,
         )
 
     def graph_shapes(
@@ -206,9 +243,9 @@ class _Fit:
 
     def needed(self, length: int, seqs: int) -> int:
         """Bytes for `seqs` sequences of which one may be `length` tokens long."""
-        blocks = blocks_for(length) * block_bytes(self.arch, self.fixed.caches)
+        blocks = blocks_for(length)
         steps = self.activations(length, seqs) + self.graphs(length, seqs)
-        return self.weights + self.state(seqs) + steps + blocks
+        return self.fullest(seqs, blocks).total(seqs, blocks) + steps
 
     def fits(self, length: int, seqs: int) -> bool:
         return self.budget.bytes is None or self.needed(length, seqs) <= self.budget.bytes
@@ -232,11 +269,11 @@ class _Fit:
         if given is not None:
             return Value(given, Origin.FLAG, "given with --num-blocks")
         useful = seqs * blocks_for(length)
-        size = block_bytes(self.arch, self.fixed.caches)
-        if self.budget.bytes is None or size == 0:
+        growing = [part for part in self.parts if part.block]
+        if self.budget.bytes is None or not growing:
             return Value(useful, Origin.MODEL, "no cache of this model grows with the tokens")
-        spare = self.budget.bytes - self.needed(length, seqs)
-        possible = blocks_for(length) + spare // size
+        left = self.budget.bytes - self.activations(length, seqs) - self.graphs(length, seqs)
+        possible = min((left - part.total(seqs, 0)) // part.block for part in growing)
         if possible < useful:
             return Value(possible, Origin.MEASURED, f"what is left of {self.budget.text}")
         reason = f"all that {seqs} sequences of {format_count(length)} tokens could use"
@@ -283,9 +320,10 @@ class _Fit:
 
     def _refuse(self, length: int, seqs: int) -> None:
         needed = self.needed(length, seqs)
-        state, work = self.state(seqs), self.activations(length, seqs)
+        part, work = self.fullest(seqs, blocks_for(length)), self.activations(length, seqs)
+        state = seqs * part.sequence
         graphs = self.graphs(length, seqs)
-        cache = needed - self.weights - state - work - graphs
+        cache = needed - part.weights - state - work - graphs
         hints = []
         if self.settings.max_model_len is not None and length > BLOCK_TOKENS:
             hints.append("a shorter --max-model-len")
@@ -299,7 +337,7 @@ class _Fit:
             hints.insert(-1, "--enforce-eager")
         raise UserError(
             f"{self.arch.name} does not fit: {format_bytes(needed)} are needed for one sequence of"
-            f" {format_count(length)} tokens (weights {format_bytes(self.weights)}, state"
+            f" {format_count(length)} tokens (weights {format_bytes(part.weights)}, state"
             f" {format_bytes(state)}, cache {format_bytes(cache)}, activations"
             f" {format_bytes(work)}{graphs_text}), and there are {self.budget.text}",
             hint="what helps: " + ", ".join(hints),

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import Any, Generic, TypeVar
 
+from metainfer.arch.stages import Stage, place_of, stage_of
 from metainfer.core.errors import UserError
 from metainfer.ops.cache_formats import PLAIN
 
@@ -50,8 +51,11 @@ class Plan:
         shared_expert_stream: "on": the shared expert runs on a stream beside the routed ones.
         cache_dtype: format of the caches of latents and entries, "float32", "bfloat16" or "fp8".
         index_cache_dtype: format of index keys: one of these, or "fp4".
-        tensor_parallel_size: ranks that share the model.
+        tensor_parallel_size: ranks that share the model, or the layers of each stage.
         prefill_context_parallel_size: of these, how many share the tokens of long prefills.
+        expert_parallel_size: parts of these ranks over which whole experts are dealt; 1: each rank
+            has a slice of every expert.
+        pipeline_parallel_size: stages, each with some of the layers.
         collectives: what carries their sums (`plan.ranks`).
         max_model_len: longest sequence, prompt and output together.
         max_num_seqs: sequences that run at once; each owns one state slot.
@@ -84,6 +88,8 @@ class Plan:
     index_cache_dtype: Value[str]
     tensor_parallel_size: Value[int]
     prefill_context_parallel_size: Value[int]
+    expert_parallel_size: Value[int]
+    pipeline_parallel_size: Value[int]
     collectives: Value[str]
     max_model_len: Value[int]
     max_num_seqs: Value[int]
@@ -112,6 +118,22 @@ class Plan:
         """Format of the caches that hold plain numbers, or would."""
         dtypes = (self.cache_dtype, self.index_cache_dtype, self.compute_dtype)
         return plain_dtype(*(dtype.value for dtype in dtypes))
+
+    @property
+    def ranks(self) -> int:
+        """Of all stages."""
+        return self.tensor_parallel_size.value * self.pipeline_parallel_size.value
+
+    def place_of(self, rank: int, layers: int) -> tuple[Stage, int]:
+        """The stage of a rank, of a model of so many layers, and its place in that stage."""
+        stages = self.pipeline_parallel_size.value
+        number, place = place_of(rank, self.ranks, stages)
+        return stage_of(number, stages, layers), place
+
+    @property
+    def steps_ahead(self) -> int:
+        """Steps that are launched before the results of the first are read, beside it."""
+        return self.pipeline_parallel_size.value - (self.async_scheduling.value == "off")
 
     def of_rank(self, rank: int) -> Plan:
         """As one rank reads it: with its own device."""

@@ -17,8 +17,21 @@ CAPTURABLE = frozenset({NONE, NCCL})
 """Whose collectives may stand in a CUDA graph: they run on the GPU's stream, and no host waits."""
 
 
-def rank_count(settings: EngineSettings) -> int:
+def stage_ranks(settings: EngineSettings) -> int:
+    """Ranks of one stage."""
     return settings.tensor_parallel_size or 1
+
+
+def rank_count(settings: EngineSettings) -> int:
+    """Of all stages."""
+    return stage_ranks(settings) * (settings.pipeline_parallel_size or 1)
+
+
+def expert_parts(settings: EngineSettings) -> int:
+    """Parts of a stage's ranks over which experts are dealt."""
+    if settings.enable_expert_parallel:
+        return stage_ranks(settings)
+    return settings.expert_parallel_size or 1
 
 
 def tensor_parallel_size(arch: Arch, settings: EngineSettings) -> Value[int]:
@@ -26,8 +39,39 @@ def tensor_parallel_size(arch: Arch, settings: EngineSettings) -> Value[int]:
     given = settings.tensor_parallel_size
     if given is None:
         return Value(1, Origin.DEFAULT, "one rank unless more are asked for")
-    check_split(arch, given)
+    check_split(arch, given, expert_parts(settings))
     return Value(given, Origin.FLAG, "given with --tensor-parallel-size")
+
+
+def expert_parallel_size(settings: EngineSettings) -> Value[int]:
+    """Raises UserError where two flags contradict each other; `check_split` does where it does not
+    divide the ranks."""
+    name, given = "--expert-parallel-size", settings.expert_parallel_size
+    ranks = stage_ranks(settings)
+    if settings.enable_expert_parallel:
+        if given not in (None, ranks):
+            raise UserError(
+                f"--enable-expert-parallel deals experts over all {ranks} ranks of a stage, and"
+                f" {name} {given} over {given} parts",
+                hint="leave one of them out",
+            )
+        return Value(ranks, Origin.FLAG, "given with --enable-expert-parallel")
+    if given is None:
+        return Value(1, Origin.DEFAULT, "every rank has a slice of every expert")
+    return Value(given, Origin.FLAG, f"given with {name}")
+
+
+def pipeline_parallel_size(arch: Arch, settings: EngineSettings) -> Value[int]:
+    """Raises UserError where there are fewer layers than stages."""
+    name, given = "--pipeline-parallel-size", settings.pipeline_parallel_size
+    if given is None:
+        return Value(1, Origin.DEFAULT, "one stage has all layers")
+    if given > arch.num_layers:
+        raise UserError(
+            f"{name} {given} asks for more stages than the {arch.num_layers} layers of {arch.name}",
+            hint=f"give at most {arch.num_layers}",
+        )
+    return Value(given, Origin.FLAG, f"given with {name}")
 
 
 def prefill_context_parallel_size(settings: EngineSettings) -> Value[int]:
@@ -35,7 +79,7 @@ def prefill_context_parallel_size(settings: EngineSettings) -> Value[int]:
     name, given = "--prefill-context-parallel-size", settings.prefill_context_parallel_size
     if given is None:
         return Value(1, Origin.DEFAULT, "every rank computes all rows, with its share of heads")
-    ranks = rank_count(settings)
+    ranks = stage_ranks(settings)
     if ranks % given:
         raise UserError(
             f"{name} {given} does not divide the {ranks} ranks of --tensor-parallel-size",
@@ -63,8 +107,7 @@ def rank_gpus(machine: Machine, first: int, ranks: int) -> tuple[Gpu, ...]:
     if ranks > 1 and len(chosen) < ranks:
         after = "" if first == 0 else f" from cuda:{first} on"
         raise UserError(
-            f"--tensor-parallel-size {ranks} asks for {ranks} GPUs, and there are"
-            f" {len(chosen)}{after}",
+            f"a model on {ranks} ranks asks for {ranks} GPUs, and there are {len(chosen)}{after}",
             hint="give fewer ranks, or --device cpu to run them all on the processor",
         )
     odd = next((gpu for gpu in chosen if gpu.capability != chosen[0].capability), None)
@@ -81,7 +124,7 @@ def refuse_code_of_others(settings: EngineSettings) -> None:
     if rank_count(settings) > 1 and settings.code_for is not None:
         raise UserError(
             f"--as {settings.code_for} tries another card's code on one GPU, and"
-            f" --tensor-parallel-size asks for {rank_count(settings)} ranks",
+            f" {rank_count(settings)} ranks are asked for",
             hint="leave one of them out",
         )
 

@@ -127,6 +127,25 @@ class EngineSettings:
         aliases=("-pcp", "--attn-cp-size"),
         unit="ranks",
     )
+    pipeline_parallel_size: int | None = flag(
+        "--pipeline-parallel-size",
+        "Stages, each with some of the layers and ranks of its own, which are at work on different"
+        " requests or chunks of a prompt",
+        aliases=("-pp", "--pp-size"),
+        unit="stages",
+    )
+    enable_expert_parallel: bool = flag(
+        "--enable-expert-parallel",
+        "Deal whole experts over the ranks of a stage instead of a slice of each expert to each",
+        False,
+    )
+    expert_parallel_size: int | None = flag(
+        "--expert-parallel-size",
+        "Parts of a stage's ranks over which whole experts are dealt; the ranks of a part divide"
+        " the width of its experts",
+        aliases=("--ep-size", "--ep"),
+        unit="parts",
+    )
     max_model_len: int | None = flag(
         "--max-model-len",
         "Longest sequence, prompt and output together",
@@ -221,6 +240,8 @@ class EngineSettings:
         _require_choice("--weights-residency", self.weights_residency, tuple(Residency))
         _require_least("--tensor-parallel-size", self.tensor_parallel_size, 1)
         _require_least("--prefill-context-parallel-size", self.prefill_context_parallel_size, 1)
+        _require_least("--pipeline-parallel-size", self.pipeline_parallel_size, 1)
+        _require_least("--expert-parallel-size", self.expert_parallel_size, 1)
         # One token of prompt and one of output.
         _require_least("--max-model-len", self.max_model_len, 2)
         _require_least("--max-num-seqs", self.max_num_seqs, 1)

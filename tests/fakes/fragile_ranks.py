@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,6 +64,16 @@ def drawing_otherwise(runner: Runner, step: Step) -> Any:
     return flight
 
 
+NOTES = "FRAGILE_RANKS_NOTES"
+"""The environment names a directory."""
+
+
+def noting(runner: Runner, step: Step) -> Any:
+    """Leaves a file for each step that it begins."""
+    (Path(os.environ[NOTES]) / str(step.step_id)).touch()
+    return _launch(runner, step)
+
+
 def _with(launch: Callable[[Runner, Step], Any]) -> Callable[[Connection, Connection], None]:
     def body(connection: Connection, life: Connection) -> None:
         Runner.launch = launch
@@ -81,6 +92,10 @@ def has_no_logits(connection: Connection, life: Connection) -> None:
 
 def draws_otherwise(connection: Connection, life: Connection) -> None:
     _with(drawing_otherwise)(connection, life)
+
+
+def notes_steps(connection: Connection, life: Connection) -> None:
+    _with(noting)(connection, life)
 
 
 def exits_while_it_loads(connection: Connection, life: Connection) -> None:
