@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+from dataclasses import dataclass, replace
 
 from metainfer.arch.attention import AttentionSide
 from metainfer.arch.record import Arch, Quantisation
@@ -101,3 +102,9 @@ class ModelShape:
     @property
     def num_layers(self) -> int:
         return len(self.side.layers)
+
+
+def shape_key(shape: ModelShape) -> str:
+    """Of all that planning reads of a model but its name: 16 hexadecimal digits."""
+    unnamed = replace(shape, side=replace(shape.side, name=""), arch=None)
+    return hashlib.sha256(repr(unnamed).encode()).hexdigest()[:16]

@@ -33,6 +33,7 @@ from metainfer.llm.request import Request, SamplingParams
 from metainfer.llm.threads import in_a_thread
 from metainfer.ops.kernel_order import OPEN
 from metainfer.plan.build import build_plan, choose_target
+from metainfer.plan.plan_file import settle
 from metainfer.plan.settings import EngineSettings
 
 _MOST_TOPS = 20  # alternatives that can be asked for
@@ -252,6 +253,7 @@ def load_checked(
 def longest_context(machine: Machine, arch: Arch, settings: EngineSettings) -> int | None:
     """Tokens of the longest single sequence for which the plan finds room, with the GPU's memory to
     itself; None where it finds none."""
+    settings = settle(settings, arch, machine).settings
     alone = replace(settings, max_model_len=None, num_blocks_override=None, max_num_seqs=1)
     gpus: tuple[Gpu, ...] | Unknown = machine.gpus
     if not isinstance(gpus, Unknown):

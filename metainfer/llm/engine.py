@@ -48,6 +48,7 @@ from metainfer.nn.cache import CacheStorage
 from metainfer.ops.base import Target
 from metainfer.plan.build import build_plan, choose_target
 from metainfer.plan.plan import Plan
+from metainfer.plan.plan_file import settle
 from metainfer.plan.proof import cache_proof
 from metainfer.plan.settings import EngineSettings, LoadFormat
 from metainfer.weights.load import LoadProgress
@@ -261,11 +262,18 @@ def load_model(
     compilations = Compilations()
     launch = launcher(settings.code_for, compilations)
     machine, registry = probe(), builtin_registry(launch)
+    settled = settle(settings, arch, machine)
+    settings = settled.settings
+    for sentence in settled.warnings:
+        _log.warning("%s", sentence)
     proof = cache_proof(directory, arch, settings)
-    capabilities = choose_target(machine, arch, settings, registry.capabilities, proof)
-    target = capabilities.target
-    found = find_here(machine, target, gpu_number(settings.device or ""))
-    plan = build_plan(machine, arch, settings, capabilities, proof, found.tuning())
+    with settled.naming():
+        capabilities = choose_target(machine, arch, settings, registry.capabilities, proof)
+        target = capabilities.target
+        found = find_here(machine, target, gpu_number(settings.device or ""))
+        plan = settled.told(
+            build_plan(machine, arch, settings, capabilities, proof, found.tuning())
+        )
     if on_plan is not None:
         on_plan(machine, plan)
     settle_thread(plan)

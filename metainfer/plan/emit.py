@@ -15,6 +15,15 @@ from metainfer.ops.cache_formats import CODED_KEYS, PLAIN
 from metainfer.plan.command_text import command_lines
 from metainfer.plan.engine_commands import SGLANG, VLLM
 from metainfer.plan.found import Candidate
+from metainfer.plan.layout_flags import (
+    axes_of,
+    converted,
+    has_flag,
+    not_done,
+    not_run,
+    sizes_of,
+    words_of,
+)
 from metainfer.plan.layouts import RELEASED
 from metainfer.plan.search import Result
 from metainfer.plan.speculation import drafts_a_block, tokens_text
@@ -95,19 +104,10 @@ def _requests(result: Result, best: Candidate) -> int:
 
 
 def _metainfer(result: Result, best: Candidate, model: str) -> list[str]:
-    layout = best.layouts.decode
-    words = ["metainfer", "serve", model, "--max-model-len", str(result.workload.longest_context)]
-    words += ["--max-num-seqs", str(_requests(result, best))]
-    words += ["--max-num-batched-tokens", str(best.formats.chunk_rows)]
-    if layout.tensor > 1:
-        words += ["--tensor-parallel-size", str(layout.tensor)]
-    latents, keys = best.formats.latents, best.formats.index_keys
-    if latents == RELEASED:
-        latents = "fp8"  # which is what this engine keeps of released bytes
-    words += ["--kv-cache-dtype", latents]
-    if keys not in (RELEASED, latents):
-        words += ["--index-cache-dtype", keys]
-    return words
+    requests, longest = _requests(result, best), result.workload.longest_context
+    axes = {name: value for name, value in axes_of(best.layouts).items() if has_flag(name)}
+    sizes = sizes_of(best.formats, longest, requests)
+    return ["metainfer", "serve", model, *words_of({**axes, **sizes})]
 
 
 def _vllm(result: Result, best: Candidate, model: str) -> list[str]:
@@ -173,12 +173,23 @@ def _environment(result: Result, engine: str) -> Iterator[str]:
 
 
 def _lost(result: Result, best: Candidate, engine: str) -> Iterator[str]:
-    before, layout = best.layouts.prefill, best.layouts.decode
     if engine == METAINFER:
         if result.shape.arch is None:
             yield f"{result.shape.name} is planned for, and not served by this version"
-        yield from _not_yet(best)
-    elif before.context > 1:
+        yield from not_run(best.layouts)
+        yield from not_done(best.formats)
+    else:
+        yield from _lost_layout(best, engine)
+        yield from _lost_formats(result, best)
+    machine = result.machine
+    unused = 0 if isinstance(machine.gpus, Unknown) else len(machine.gpus) - best.layouts.gpus
+    if unused > 0:
+        yield f"{unused} GPUs are not used"
+
+
+def _lost_layout(best: Candidate, engine: str) -> Iterator[str]:
+    before, layout = best.layouts.prefill, best.layouts.decode
+    if before.context > 1:
         yield (
             f"prompts divided by tokens over {before.context} ranks (CP{before.context}): heads"
             " are divided instead"
@@ -187,18 +198,6 @@ def _lost(result: Result, best: Candidate, engine: str) -> Iterator[str]:
         yield f"caches of decoding divided over {layout.kv_shards} ranks"
     if engine == VLLM and 1 < layout.expert < layout.group:
         yield f"experts in {layout.expert} parts of {layout.group} ranks: slices of each instead"
-    if engine != METAINFER and best.formats.wire != "bf16":
-        yield f"activations of prompts in {best.formats.wire} between ranks"
-    yield from _lost_formats(result, best, engine)
-    for name, form in (("experts", best.formats.experts), ("other matrices", best.formats.linear)):
-        if form != RELEASED:
-            yield f"{name} in {form}: name a checkpoint that has them so"
-    if result.shape.engram is not None and engine != METAINFER:
-        yield f"n-gram tables on {best.formats.engram}: where they lie is the engine's choice"
-    machine = result.machine
-    unused = 0 if isinstance(machine.gpus, Unknown) else len(machine.gpus) - layout.gpus
-    if unused > 0:
-        yield f"{unused} GPUs are not used"
 
 
 def _unsure(result: Result, best: Candidate, engine: str) -> Iterator[str]:
@@ -215,23 +214,17 @@ def _unsure(result: Result, best: Candidate, engine: str) -> Iterator[str]:
         yield f"whether {engine} drafts {name} by this method"
 
 
-def _lost_formats(result: Result, best: Candidate, engine: str) -> Iterator[str]:
-    if engine != METAINFER and best.formats.draft and drafts_a_block(result.shape):
+def _lost_formats(result: Result, best: Candidate) -> Iterator[str]:
+    formats = best.formats
+    if formats.wire != "bf16":
+        yield f"activations of prompts in {formats.wire} between ranks"
+    if formats.draft and drafts_a_block(result.shape):
         yield (
-            f"drafting {tokens_text(best.formats.draft)} with the blocks that {result.shape.name}"
+            f"drafting {tokens_text(formats.draft)} with the blocks that {result.shape.name}"
             " has for it: how this engine is told so is not known here"
         )
-    elif engine == METAINFER and best.formats.draft:
-        yield f"drafting {tokens_text(best.formats.draft)}, which this version does not do"
-    keys = best.formats.index_keys
-    if engine != METAINFER and keys not in (RELEASED, best.formats.latents, CODED_KEYS):
-        yield f"index keys in {keys}: how this engine is told so is not known here"
-
-
-def _not_yet(best: Candidate) -> Iterator[str]:
-    before, layout = best.layouts.prefill, best.layouts.decode
-    ranks = layout.group * layout.pipeline
-    if ranks > 1:
-        yield f"this version serves one rank: {ranks} GPUs need more, which come later"
-    if before.context > 1 or layout.pipeline > 1 or layout.kv_shards > 1:
-        yield f"{best.layouts.name} has no flags yet beyond its tensor ranks"
+    if formats.index_keys not in (RELEASED, formats.latents, CODED_KEYS):
+        yield f"index keys in {formats.index_keys}: how this engine is told so is not known here"
+    yield from converted(formats)
+    if result.shape.engram is not None:
+        yield f"n-gram tables on {formats.engram}: where they lie is the engine's choice"

@@ -11,6 +11,7 @@ from metainfer.hardware.machine import Machine
 from metainfer.plan.choices import SELF
 from metainfer.plan.cost.phases import Phases
 from metainfer.plan.cost.predict import Prediction
+from metainfer.plan.layout_flags import not_run
 from metainfer.plan.layouts import Formats, Layouts
 from metainfer.plan.speculation import ACCEPTED, tokens_a_step, tokens_text
 from metainfer.plan.workload import Workload
@@ -132,12 +133,18 @@ def _engine(phases: Phases, best: Candidate) -> list[str]:
             f"; its kernels are compiled for {arch} and not timed there: rates are what the best"
             " published kernels reach"
         )
-    ranks = layout.group * layout.pipeline
-    if ranks > 1:
+    unable = list(not_run(best.layouts))
+    if unable:
         notes.append(
-            f"this version serves one rank: {ranks} GPUs need more, which come later; --emit vllm"
-            " or sglang prints the nearest that serves today"
+            f"{'; '.join(unable)}: --emit vllm or sglang prints the nearest that serves today"
         )
-    elif layout.replicas > 1:
-        notes.append(f"this version serves one rank: start {layout.replicas} servers, one a GPU")
+    if layout.replicas > 1:
+        each = layout.group * layout.pipeline
+        gpus = "one GPU" if each == 1 else f"{each} GPUs"
+        notes.append(
+            f"{layout.replicas} servers, each on {gpus} of its own: --emit metainfer prints the"
+            " command of each"
+        )
+    if layout.group * layout.pipeline > 1:
+        notes.append("several ranks of this engine ran on CPUs so far, not on GPUs")
     return notes

@@ -24,6 +24,7 @@ class Origin(StrEnum):
     """Where a value came from, strongest first."""
 
     FLAG = "flag"
+    FILE = "file"
     MEASURED = "measured"
     MODEL = "model"
     DEFAULT = "default"

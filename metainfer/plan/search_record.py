@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from metainfer.arch.shapes import shape_key
 from metainfer.hardware.facts import Unknown
 from metainfer.hardware.topology import fingerprint
 from metainfer.plan.cost.phases import Step
@@ -15,6 +16,7 @@ from metainfer.plan.gains import Outlook
 from metainfer.plan.search import Result
 
 RECORD_VERSION = 1
+KIND = "layout plan"
 _SIZES = (4096, 65536, 2**20, 2**24, 2**27)
 
 
@@ -23,8 +25,9 @@ def record(result: Result, ahead: Outlook | None = None, shown: int = 10) -> dic
     gpus = () if isinstance(result.machine.gpus, Unknown) else result.machine.gpus
     return {
         "version": RECORD_VERSION,
-        "kind": "layout plan",
+        "kind": KIND,
         "model": result.shape.name,
+        "model_key": shape_key(result.shape),
         "machine": {
             "gpus": [gpu.name for gpu in gpus],
             "fingerprint": fingerprint(result.machine),

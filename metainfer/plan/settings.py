@@ -55,6 +55,12 @@ class EngineSettings:
     Raises UserError naming the flag whose value no machine and no model could serve.
     """
 
+    plan: str | None = flag(
+        "--plan",
+        "A file that `metainfer plan MODEL -o FILE` wrote: its layout, and its lengths, counts and"
+        " formats where no flag says otherwise",
+        unit="file",
+    )
     load_format: str = flag(
         "--load-format",
         "Read the checkpoint's files, or draw random weights in its formats straight into memory:"
