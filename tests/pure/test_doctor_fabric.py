@@ -16,6 +16,7 @@ from metainfer.hardware.curves import (
     NCCL,
     PULL,
     SEVERAL_ROOTS,
+    STAGED,
     STORE,
     Curve,
 )
@@ -112,6 +113,10 @@ def test_crossing_links_and_latency():
     (crossing,) = found(fabric.crossing, machine_of("l40s-x8"))
     assert crossing.level == "warn" and "37%" in crossing.what
     assert levels(found(fabric.crossing, machine_of("rtx-6000d-x8"))) == ["ok"]
+    copies = (curve(COPY, 54e9), curve(COPY, 51e9, gpus=(3, 4)))
+    staged = curve(STAGED, 9e9, gpus=(3, 4))
+    both = with_curves("rtx-6000d-x8", *copies, staged)
+    assert levels(found(fabric.crossing, both)) == ["ok"]  # another means is no slow crossing
     slow = with_curves("rtx-pro-6000-x2", curve(COPY, 30e9))
     assert levels(found(fabric.wire, slow)) == ["warn"]
     for name in ("rtx-pro-6000-x2", "l40s-x4", "rtx-6000d-x8"):

@@ -252,7 +252,11 @@ def crossing(patient: Patient) -> Iterator[Finding]:
     if isinstance(groups, Unknown) or len(groups) < 2:
         return
     place_of = {place: n for n, group in enumerate(groups) for place in group}
-    copies = [c for c in trusted(machine.curves) if c.operation == "copy" and len(c.gpus) == 2]
+    copies = [
+        c
+        for c in trusted(machine.curves)
+        if (c.means, c.operation) == (COPY, "copy") and len(c.gpus) == 2
+    ]
     within = [_rate(c) for c in copies if place_of[c.gpus[0]] == place_of[c.gpus[1]]]
     across = [c for c in copies if place_of[c.gpus[0]] != place_of[c.gpus[1]]]
     if not within or not across:
