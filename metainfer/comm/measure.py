@@ -92,7 +92,10 @@ def measure(
         rates, notes = measure_rates(works, device, shares.until("rates"), on_progress)
         found = replace(found, rates=rates, unmeasured=(*found.unmeasured, *notes))
     if found.curves or found.rates:
-        write_measured(machine, found, cache)
+        try:
+            write_measured(machine, found, cache)
+        except OSError as error:
+            on_step(f"what was measured is not kept for the next time: {error}")
     return found.of(machine)
 
 

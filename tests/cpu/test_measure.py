@@ -94,6 +94,12 @@ def test_a_rank_that_cannot_begin_leaves_the_others(tmp_path):
     assert {curve.gpus for curve in found.curves} == {(0,)} and len(found.curves) == 4
 
 
+def test_what_cannot_be_kept_is_not_lost(tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    found, said = measured(shared_engine.honest, tmp_path / "file", sizes=(1024,), count=1)
+    assert found.curves and any("not kept for the next time" in line for line in said)
+
+
 def test_a_rank_that_dies_at_once_is_said(tmp_path):
     found, _ = measured(shared_engine.dead, tmp_path)
     assert not found.curves and not list(tmp_path.iterdir())
