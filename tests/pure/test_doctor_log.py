@@ -267,6 +267,14 @@ def test_keys_and_control_characters_are_not_shown():
     report = scanned(args + "\n{'api-key': 1}")
     assert "sk-secret" not in report.findings[0].evidence
     assert "api_key='*********'" in report.findings[0].evidence
+    for told in (
+        "run --api-key sk-1 x", "'--api-key', 'sk-1'", "Authorization: Bearer sk-1",
+        "api_key=['sk-0', 'sk-1']", "--hf-token sk-1", "HUGGING_FACE_HUB_TOKEN=sk-1",
+        "--ssl-keyfile-password sk-1", "AWS_SECRET_ACCESS_KEY=sk-1",
+    ):  # fmt: skip
+        assert "sk-1" not in excerpt(told, 0), told
+    plain = "max_total_num_tokens=12345, --max-num-batched-tokens 8192, token usage: 0.3"
+    assert excerpt(plain, 0) == plain
     assert excerpt("a\x07b\u202ec", 0) == "a b c"
     far = excerpt("x" * 500 + "found" + "y" * 500, 500)
     assert far.startswith("...x") and far.endswith("y...") and "found" in far and len(far) < 210

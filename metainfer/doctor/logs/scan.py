@@ -15,9 +15,13 @@ _WORST_FIRST = (Level.FAIL, Level.WARN, Level.UNKNOWN, Level.OK)
 _SHOWN, _BEFORE = 200, 90  # characters of a line, and how many of them may precede what matched
 _BATCH_CHARACTERS, _BATCH_LINES = 2**18, 2**11
 _SECRET = re.compile(
-    r"(?i)((?:api_?key|hf_token|password|secret)\w{0,10}['\"]?\s{0,2}[=:]\s{0,2}[\[('\"]{0,3})"
-    r"([^\s'\",\])]{1,200})"
+    r"(?i)((?:api[-_]?key|(?:hf|hub|access|auth)[-_]?token|password|secret)[\w-]{0,16}['\"]?"
+    r"\s{0,2}[=:]\s{0,2}[('\"]{0,2}"
+    r"|--[\w-]{0,30}(?:key|token|password|secret)['\"]?[,\s]\s{0,2}['\"]?"
+    r"|bearer\s{1,2})"
+    r"(\[[^\]]{1,400}\]?|[^\s'\",\])]{1,200})"
 )
+"""Names of keys with what stands behind them: `name=value`, lists of them, `--flag value`."""
 
 
 @dataclass(slots=True)
