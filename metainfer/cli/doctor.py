@@ -72,16 +72,23 @@ class DoctorOptions:
                 "--port looks at the machine at hand, --machine at another one",
                 hint="leave one of them out",
             )
-        asked_too = self.model or self.machine or self.port or self.matrix or self.compile
+        sizes = self.tensor_parallel_sizes
+        asked_too = self.model or self.machine or self.port or self.matrix or self.compile or sizes
         if self.log is not None and asked_too:
             raise UserError("--log is about a log alone", hint="leave out all but --json")
         if self.list and (asked_too or self.log is not None or self.json):
             raise UserError("--list is about the checks alone", hint="leave out all else")
         if self.log == "":
             raise UserError("--log names no file", hint="- reads stdin")
-        if self.model is None and (self.matrix or self.compile):
-            asked = "--matrix" if self.matrix else "--compile"
+        if self.model is None and (self.matrix or self.compile or sizes):
+            asked = "--compile" if self.compile else "--tensor-parallel-size"
+            asked = "--matrix" if self.matrix else asked
             raise UserError(f"{asked} is about a model", hint="add its name")
+        if self.matrix and (self.port or self.compile or sizes):
+            raise UserError(
+                "--matrix compiles nothing, lists all layouts and looks at no port",
+                hint="leave out --compile, --tensor-parallel-size and --port",
+            )
 
 
 def run(terminal: Terminal, options: DoctorOptions) -> int:

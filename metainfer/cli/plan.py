@@ -123,6 +123,13 @@ class PlanOptions:
             raise UserError(
                 f"{modes[0]} and {modes[1]} do not go together", hint="ask for one, then the other"
             )
+        if self.explain and modes:
+            raise UserError(f"{modes[0]} has nothing to explain", hint="leave out --explain")
+        if self.from_command and self.engine != "metainfer":
+            raise UserError(
+                "--engine is of a plan: what --from reads names its engine itself",
+                hint="leave out --engine",
+            )
         if self.compare and len(self.compare) != 2:
             raise UserError(
                 f"--compare takes two machines, not {len(self.compare)}",

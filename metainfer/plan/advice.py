@@ -77,7 +77,7 @@ def advise(
         known = tuple("nccl" if way == "nccl default" else way for way in profile.collectives)
         profile = replace(profile, collectives=known)
     if set_up.eager:
-        profile = replace(profile, step_us=constants.profile("fallback").step_us)
+        profile = replace(profile, layer_us=constants.kernel("pieces_us"))
     _require_gpus(set_up, machine)
     workload = _bounded(set_up, workload)
     now, problem, fits = _predicted(set_up, shape, machine, workload, profile, constants, ledger)
@@ -187,7 +187,10 @@ def _notes(set_up: SetUp, shape: ModelShape, none: str, machine: Machine) -> Ite
     if set_up.no_peers:
         yield "NCCL_P2P_DISABLE sends its exchanges through host memory; without it, as below"
     if set_up.eager:
-        yield "it decodes without graphs: the host then starts every kernel of every step"
+        yield (
+            "it decodes without graphs: predicted with what the host takes to start the kernels of"
+            " attention alone, so its steps take at least that long"
+        )
     if not set_up.tuned and set_up.layout.group > 2 and machine.nvlink is not True:
         yield "NCCL_MIN_NCHANNELS=8 raised large sums by 70 % on eight cards (rtx6kpro wiki)"
     if none:

@@ -203,6 +203,10 @@ def _read_flags(engine: str, words: Sequence[str], values: dict[str, str]) -> li
             said.append(Said(written, UNKNOWN, "", "not a flag that is known here"))
             continue
         flag = known[name]
+        if flag.takes != "switch" and not taken:
+            raise UserError(
+                f"the command gives {name} no value", hint=f"put one behind {name}, or leave it out"
+            )
         if flag.part:
             values[flag.part] = taken[0] if taken else "1"
         said.append(Said(written, flag.verdict, flag.to, flag.why, flag.part))

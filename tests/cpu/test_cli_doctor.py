@@ -68,6 +68,10 @@ def test_lists():
         (("--port", "80", "--machine", "l40s-x8"), "--port looks at the machine at hand"),
         (("--machine", "nowhere"), "no recorded machine"),
         (("--tp", "0"), "at least 1"),
+        (("--tp", "4"), "--tensor-parallel-size is about a model"),
+        (("--log", "server.log", "--tp", "4"), "about a log alone"),
+        (("--list", "--tp", "4"), "about the checks alone"),
+        (("pebble", "--matrix", "--tp", "4"), "--matrix compiles nothing"),
     ],
 )
 def test_mistakes_are_sentences(arguments: tuple[str, ...], sentence: str):

@@ -176,8 +176,8 @@ def test_what_an_engine_cannot_say_is_told(planned: Result) -> None:
     assert any("CP8" in sentence for sentence in said)
     assert any("experts in 2 parts" in sentence for sentence in said)
     ours = emit(asked, "metainfer", "m")
-    assert "--prefill-context-parallel-size 8 " in ours.commands[0]
-    assert ours.commands[0].startswith("metainfer serve m --tensor-parallel-size 8 ")
+    assert any("serves one rank" in sentence for sentence in ours.lost)
+    assert ours.commands[0].startswith("metainfer serve m --max-model-len 8704")
     alone = emit(with_layout(planned, Layout(replicas=8)), "metainfer", "m")
     assert len(alone.commands) == 8
     drafted = planned.best.formats.draft
@@ -243,7 +243,8 @@ def test_decoding_without_graphs_is_predicted_slower() -> None:
     asked = ("plan", "--machine", "rtx-pro-6000-x4", "--json", "--from")
     plain = "vllm serve deepseek-v4-flash -tp 4"
     one, other = (
-        json.loads(metainfer(*asked, command).out) for command in (plain, f"{plain} --enforce-eager")
+        json.loads(metainfer(*asked, command).out)
+        for command in (plain, f"{plain} --enforce-eager")
     )
     assert other["now"]["tpot_s"] > one["now"]["tpot_s"] + 5e-3
     assert any("decodes without graphs" in note for note in other["notes"])
@@ -285,6 +286,8 @@ def test_two_machines_side_by_side() -> None:
         (("--compare", "rtx-pro-6000-x2"), "--compare takes two machines, not 1"),
         (("--compare", "h200-x1", "rtx-pro-6000-x4"), "h200-x1: no layout of 1 GPU holds"),
         (("--compare", "a", "b", "--emit", "vllm"), "--compare and --emit do not go together"),
+        (("--emit", "vllm", "--explain"), "--emit has nothing to explain"),
+        (("--from", "vllm serve m", "--engine", "b12x"), "--engine is of a plan"),
         (("--compare", "a", "b", "--price-per-hour", "3"), "is not two numbers above 0"),
         (("--compare", "a", "b", "--machine", "c"), "leave out --machine"),
     ],
@@ -294,14 +297,14 @@ def test_mistakes_are_sentences(arguments: tuple[str, ...], sentence: str) -> No
     assert ran.code == 2 and sentence in ran.err and "hint:" in ran.err
 
 
-def test_what_this_engine_has_not_done_is_said() -> None:
+def test_this_version_says_that_it_serves_one_rank() -> None:
     asked = ("plan", "deepseek-v4-flash", "--machine", "rtx-pro-6000-x4")
     ran = metainfer(*asked)
-    assert "several ranks of this engine ran on CPUs so far" in ran.out
+    assert "this version serves one rank: 2 GPUs need" in ran.out
     assert "compiled for sm_120 and not timed there" in " ".join(ran.out.split())
     stock = json.loads(metainfer(*asked, "--engine", "stock", "--json").out)
     assert stock["engine"] == "stock" and stock["engine_meaning"]
-    assert not any("ran on CPUs" in note for note in stock["notes"])
+    assert not any("one rank" in note for note in stock["notes"])
 
 
 def test_keys_in_a_command_are_not_repeated() -> None:
