@@ -69,6 +69,7 @@ class DeepseekV4:
         context: int = 1,
         expert: int = 1,
         stages: int = 1,
+        kv_shards: int = 1,
         device: torch.device,
         compute_dtype: torch.dtype,
         stream_dtype: torch.dtype | None = None,
@@ -82,7 +83,7 @@ class DeepseekV4:
         Args:
             kernel_order: as `Registry.bind` takes it.
             group: of all ranks.
-            context, expert, stages: as `nn.placement.place` takes them.
+            context, expert, stages, kv_shards: as `nn.placement.place` takes them.
             stream_dtype: format of the residual streams; None for the compute dtype.
             activations, caches, side_stream: as `nn.builder.LayerBuilder` takes them.
             draft_rows: as in `arch.cache_kinds.cache_kinds`; the cache must have the same.
@@ -95,7 +96,14 @@ class DeepseekV4:
         self._num_streams = arch.hc_mult
         self._draft_rows = draft_rows
         self._caches = caches
-        placement = place(group, arch.num_layers, context=context, expert=expert, stages=stages)
+        placement = place(
+            group,
+            arch.num_layers,
+            context=context,
+            expert=expert,
+            stages=stages,
+            kv_shards=kv_shards,
+        )
         self._group, self._pipe = placement.group, placement.pipe
         self.stage = stage_of(0, 1, arch.num_layers) if self._pipe is None else self._pipe.stage
         build = LayerBuilder(

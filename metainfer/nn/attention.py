@@ -95,15 +95,8 @@ class Attention:
             entry_rows_TK = self._entries.decode(states, q_rank, step, cache)
             if entry_rows_TK is not None:
                 entries_MD = cache.rows(Kind.ENTRIES, self._layer)
-        rows_THD: torch.Tensor = heads.attend_decode(
-            q_THD,
-            cache.rows(Kind.WINDOW, self._layer),
-            decode.window_rows_TW,
-            heads.sink_H,
-            entries_MD,
-            entry_rows_TK,
-        )
-        return rows_THD
+        ring = cache.rows(Kind.WINDOW, self._layer)
+        return heads.attend_decode(q_THD, ring, decode, entries_MD, entry_rows_TK)
 
     def _prefill(
         self,
@@ -121,7 +114,7 @@ class Attention:
         if self._entries is not None:
             entry_rows_E, selected_PK = self._entries.chosen(states, q_rank, part, step, cache)
             entry_rows_1E = entry_rows_E.unsqueeze(0)
-            entries_MD = cache.rows(Kind.ENTRIES, self._layer)
+            entries_MD = self._entries.read(part, step, cache)
         out_PHD = q_THD[part.queries]
         if len(out_PHD):
             out_PHD = heads.attend_prefill(
@@ -145,7 +138,7 @@ def _sides(build: LayerBuilder, layer: LayerArch, prefix: str) -> tuple[Heads, H
     by_tokens = build.placement.by_tokens
     if by_tokens is None:
         return Heads(build, layer, weights), None
-    whole = Heads(build, layer, weights)
+    whole = Heads(build, layer, weights, decodes=False)
     with build.again():
         part = weights.part(by_tokens.rows.rank, by_tokens.rows.size)
         return Heads(build, layer, part), whole

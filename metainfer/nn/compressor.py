@@ -91,14 +91,14 @@ class Compressor:
             entries_ED = self._compress(
                 rows_NW, windows.first_window, self._norm_weight_D, windows.rotation_ER2
             )
-            self._write(entries_ED, windows.target_rows_E, cache)
+            self._write(_kept(entries_ED, windows.kept_E), windows.target_rows_E, cache)
         ring_NW.index_copy_(0, windows.ring_rows, state_PW[-len(windows.ring_rows) :])
 
     def prefill_shared(
         self, state_EW: torch.Tensor, windows: SharedWindows, cache: CacheStorage
     ) -> None:
         """Take in the chunks of a step that ranks share; `state_EW`, the extended rows of state,
-        is overwritten. All ranks write the entries of all."""
+        is overwritten. All ranks write the entries of all, or those that their shards keep."""
         state_EW += self._bias_RW.index_select(0, windows.phase_E)
         ring_NW = cache.rows(self._ring, self._layer)
         rows = windows.rows
@@ -115,7 +115,8 @@ class Compressor:
                 if entries
                 else source_NW.new_empty(0, len(self._norm_weight_D), dtype=self._dtype)
             )
-            self._write(windows.gathered(own_ED), windows.target_rows_E, cache)
+            entries_ED = _kept(windows.gathered(own_ED), windows.kept_E)
+            self._write(entries_ED, windows.target_rows_E, cache)
         ring_NW.index_copy_(0, rows.ring_rows_K, state_EW.index_select(0, rows.kept_K))
 
     def _add_bias(self, state_PW: torch.Tensor, phase: int) -> None:
@@ -131,3 +132,7 @@ class Compressor:
             whole_PW.unflatten(0, (-1, ratio)).add_(self._bias_RW)
         if behind:
             state_PW[rows - behind :] += self._bias_RW[:behind]
+
+
+def _kept(entries_ED: torch.Tensor, kept_E: torch.Tensor | None) -> torch.Tensor:
+    return entries_ED if kept_E is None else entries_ED.index_select(0, kept_E)

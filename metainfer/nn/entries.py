@@ -31,6 +31,7 @@ class Entries:
     def __init__(self, build: LayerBuilder, layer: LayerArch) -> None:
         prefix = f"layers.{layer.index}.attn"
         self._layer, self._ratio = layer.index, layer.ratio
+        self._kv = build.placement.kv
         main = Compressor(build, layer, f"{prefix}.compressor", Kind.COMPRESSOR, Kind.ENTRIES)
         self._compressors = [main]
         self.indexer: Indexer | None = None
@@ -93,17 +94,24 @@ class Entries:
         step: StepIndex,
         cache: CacheStorage,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Rows of Kind.ENTRIES of one sequence, whose chunk was taken in, and what of them each row
-        that attends attends to (as `attention.sparse_prefill` wants them)."""
+        """Rows of `read` of one sequence, whose chunk was taken in, and what of them each row that
+        attends attends to (as `attention.sparse_prefill` wants them)."""
         entry_rows_E = part.entry_rows[self._ratio]
-        if self.indexer is None or part.attending.start == part.attending.stop:
+        if self.indexer is None or not step.reads(part):
             return entry_rows_E, None
         selected_PK = self.indexer.prefill(
             q_rank.part(part.queries),
             states[-1][part.attending],
             step.compressing_TR2[part.attending],
-            entry_rows_E,
-            part.positions_P,
+            part,
             cache,
         )
         return entry_rows_E, selected_PK
+
+    def read(self, part: PrefillIndex, step: StepIndex, cache: CacheStorage) -> torch.Tensor:
+        """Entries that one sequence attends to: those of the cache, or where caches are divided, a
+        pool of what all shards have of it."""
+        entries_MD = cache.rows(Kind.ENTRIES, self._layer)
+        if not part.given_rows or not step.reads(part):
+            return entries_MD
+        return self._kv.pooled(entries_MD, part.given_rows[self._ratio])

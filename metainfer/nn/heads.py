@@ -13,6 +13,8 @@ from metainfer.nn.builder import LayerBuilder
 from metainfer.nn.linear import Linear
 from metainfer.nn.outputs import AttentionOutputs
 from metainfer.nn.rows import Rows
+from metainfer.nn.sharded_decode import ShardedDecode
+from metainfer.nn.step_index import DecodeIndex
 from metainfer.ops.attention import DENSE, AttentionCase
 from metainfer.ops.rope import NormRotateCase
 from metainfer.weights.formats import Weight, part_of
@@ -50,11 +52,15 @@ class Heads:
 
     Attributes:
         queries: the product that makes them.
-        attend_prefill, attend_decode: the ops, bound.
+        attend_prefill: the op, bound.
+        sharded: how they decode where the entries of the layer are divided; else None.
         sink_H: fp32.
     """
 
-    def __init__(self, build: LayerBuilder, layer: LayerArch, weights: HeadWeights) -> None:
+    def __init__(
+        self, build: LayerBuilder, layer: LayerArch, weights: HeadWeights, *, decodes: bool = True
+    ) -> None:
+        """`decodes`: whether steps that decode use them."""
         arch = build.arch
         self.sink_H = weights.sink_H
         heads = len(self.sink_H)
@@ -74,8 +80,29 @@ class Heads:
         )
         self.attend_prefill = build.kernel("attention.sparse_prefill", case)
         case = replace(case, window_format=kept)
-        self.attend_decode = build.kernel("attention.sparse_decode", case)
+        self.sharded: ShardedDecode | None = None
+        divided = layer.kind is not LayerKind.SLIDING and build.placement.kv.size > 1
+        if divided and decodes:
+            self.sharded = ShardedDecode(build, case, self.sink_H)
+        else:
+            self._attend_decode = build.kernel("attention.sparse_decode", case)
         self.outputs = AttentionOutputs(build, weights.first, weights.second, heads)
+
+    def attend_decode(
+        self,
+        q_THD: torch.Tensor,
+        ring: torch.Tensor,
+        decode: DecodeIndex,
+        entries: torch.Tensor | None,
+        entry_rows_TK: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """`entry_rows_TK`: of this shard, where entries are divided."""
+        if self.sharded is not None:
+            return self.sharded(q_THD, ring, decode.shard_rows_TV, entries, entry_rows_TK)
+        rows_THD: torch.Tensor = self._attend_decode(
+            q_THD, ring, decode.window_rows_TW, self.sink_H, entries, entry_rows_TK
+        )
+        return rows_THD
 
     def queries_of(self, q_rank: Rows, rotation_TR2: torch.Tensor) -> torch.Tensor:
         """q_THD, normed and rotated."""

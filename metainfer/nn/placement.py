@@ -11,7 +11,7 @@ Ranks that have the same place in their groups hand streams on from stage to sta
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -19,6 +19,7 @@ from metainfer.arch.split import own_experts
 from metainfer.arch.stages import Stage, place_of, stage_of
 from metainfer.comm.group import Group, Solo
 from metainfer.core.errors import MetainferError
+from metainfer.nn.kv_shards import KvShards
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,7 @@ class Placement:
         by_tokens: None where no step is sharded over tokens.
         expert: parts of the ranks over which routed experts are dealt.
         pipe: None where one stage has all layers.
+        kv: over which the growing caches are divided.
     """
 
     group: Group
@@ -71,6 +73,7 @@ class Placement:
     by_tokens: Side | None = None
     expert: int = 1
     pipe: Pipe | None = None
+    kv: KvShards = field(default_factory=lambda: KvShards(Solo()))
 
     @property
     def context(self) -> int:
@@ -83,7 +86,13 @@ class Placement:
 
 
 def place(
-    world: Group, layers: int, *, context: int = 1, expert: int = 1, stages: int = 1
+    world: Group,
+    layers: int,
+    *,
+    context: int = 1,
+    expert: int = 1,
+    stages: int = 1,
+    kv_shards: int = 1,
 ) -> Placement:
     """The placement of this rank.
 
@@ -93,6 +102,7 @@ def place(
         context: ranks of a stage over which long prefills deal their rows; the heads of each such
             rank are divided again by heads. 1: every step is computed by heads.
         expert: parts over which whole experts are dealt. 1: each rank has a slice of every expert.
+        kv_shards: ranks of a stage, which follow each other, that divide the growing caches.
 
     Raises:
         MetainferError: the ranks cannot be divided so.
@@ -115,4 +125,17 @@ def place(
         rows = group.part(range(head * context, (head + 1) * context))
         heads = group.part(range(row, group.size, context))
         by_tokens = Side(heads, rows)
-    return Placement(group, by_heads, by_tokens, expert, pipe)
+    return Placement(group, by_heads, by_tokens, expert, pipe, _kv(group, by_tokens, kv_shards))
+
+
+def _kv(group: Group, by_tokens: Side | None, shards: int) -> KvShards:
+    if shards < 1 or group.size % shards:
+        raise MetainferError(f"caches cannot be divided over {shards} of {group.size} ranks")
+    if shards == 1:
+        return KvShards(Solo())
+    # Groups take memory on GPUs: one that is there serves again.
+    for known in (group, None if by_tokens is None else by_tokens.rows):
+        if known is not None and known.size == shards:
+            return KvShards(known)
+    first = group.rank // shards * shards
+    return KvShards(group.part(range(first, first + shards)))

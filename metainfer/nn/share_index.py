@@ -56,7 +56,8 @@ class SharedWindows:
         rotations: fp32 [windows, R / 2, 2] of each reader, at the first tokens of its windows.
         most: entries that each rank gives.
         order_E: of what all gave, the entries in the order of the step.
-        target_rows_E: rows of the growing kinds where they go.
+        kept_E: which of these this shard keeps; None for all.
+        target_rows_E: rows of the growing kinds where those go.
     """
 
     rows: ExtendedRows
@@ -65,6 +66,7 @@ class SharedWindows:
     rotations: tuple[torch.Tensor, ...]
     most: int
     order_E: torch.Tensor
+    kept_E: torch.Tensor | None
     target_rows_E: torch.Tensor
 
     def gathered(self, entries_ED: torch.Tensor) -> torch.Tensor:

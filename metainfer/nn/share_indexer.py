@@ -86,7 +86,7 @@ class ShareIndexer:
             windows={
                 ratio: self._windows(
                     found, ratio, inputs, chunks, shared, entries[ratio],
-                    [rows[ratio] for rows in entry_rows],
+                    [own_rows[ratio] for own_rows, *_ in entry_rows],
                 )
                 for ratio, shared in states.items()
             },
@@ -104,7 +104,7 @@ class ShareIndexer:
             phase_T={},
             decode=None,
             prefills=tuple(
-                _prefill(slice(stop - count, stop), positions_E, place, rows)
+                _prefill(slice(stop - count, stop), positions_E, place, *rows[1:])
                 for stop, count, place, rows in zip(
                     ends, shares.counts, places, entry_rows, strict=True
                 )
@@ -120,7 +120,7 @@ class ShareIndexer:
         chunks: Sequence[Chunk],
         shared: SharedRows,
         entries: SharedEntries,
-        entry_rows: Sequence[torch.Tensor],
+        own_rows: Sequence[torch.Tensor],
     ) -> SharedWindows:
         rows_E, order_E = next(found), next(found)
         rows = self._extended(found, len(shared.readers))
@@ -130,8 +130,10 @@ class ShareIndexer:
             stop = reader.run.stop // ratio * ratio
             tokens_E = torch.arange(first * ratio, stop, ratio, device=self._device)
             rotations.append(self._steps.compressing.rows(tokens_E, stop))
+        closed = [(chunk.first // ratio, chunk.stop // ratio) for chunk in chunks]
         targets = [
-            own_E[chunk.first // ratio :] for own_E, chunk in zip(entry_rows, chunks, strict=True)
+            self._steps.kept_rows(own_E, first, ratio)
+            for own_E, (first, _) in zip(own_rows, closed, strict=True)
         ]
         return SharedWindows(
             rows=rows,
@@ -140,6 +142,7 @@ class ShareIndexer:
             rotations=tuple(rotations),
             most=entries.most,
             order_E=order_E,
+            kept_E=self._steps.kept(closed, ratio),
             target_rows_E=torch.cat(targets),
         )
 
@@ -172,6 +175,7 @@ def _prefill(
     positions_E: torch.Tensor,
     latent_rows_P: torch.Tensor,
     entry_rows: dict[int, torch.Tensor],
+    given_rows: dict[int, torch.Tensor],
 ) -> PrefillIndex:
     return PrefillIndex(
         rows=part,
@@ -180,6 +184,7 @@ def _prefill(
         positions_P=positions_E[part],
         latent_rows_P=latent_rows_P,
         entry_rows=entry_rows,
+        given_rows=given_rows,
         chunk=None,
     )
 

@@ -18,7 +18,8 @@ from metainfer.nn.share_index import ShareIndex
 
 @dataclass(frozen=True, slots=True)
 class DecodeWindows:
-    """Compressor windows and entries of the decode rows, at one ratio.
+    """Compressor windows and entries of the decode rows, at one ratio. Of caches that are divided
+    (`kv_shards`), those of this shard.
 
     Attributes:
         ring_rows_T: compressor ring row of each row.
@@ -26,9 +27,10 @@ class DecodeWindows:
             sequence, and everywhere where a row closes none.
         target_rows_T: where the entries of these windows go, -1 where there is none.
         rotation_TR2: at the first token of these windows.
-        num_entries: E, entries that the longest sequence sees.
+        num_entries: E, entries that the longest sequence sees (at most, of all shards together).
         entry_rows_TE: rows of the entries that each row sees, -1 after the last; one column more
-            than E, so that the last is always -1. None where no row sees any.
+            than E, or than there are on the shard, so that the last is always -1. None where no
+            row sees any, on any shard.
     """
 
     ring_rows_T: torch.Tensor
@@ -47,12 +49,14 @@ class DecodeIndex:
         num_rows: how many.
         ring_rows_T: window ring row of each row.
         window_rows_TW: ring rows that each row sees, itself included; -1 where there is none.
+        shard_rows_TV: those that it sees on this shard, where caches are divided; else the same.
         windows: by ratio.
     """
 
     num_rows: int
     ring_rows_T: torch.Tensor
     window_rows_TW: torch.Tensor
+    shard_rows_TV: torch.Tensor
     windows: dict[int, DecodeWindows]
 
 
@@ -69,7 +73,8 @@ class PrefillWindows:
         num_closed: windows that close in the chunk, from `first_window` on.
         used_rows: rows of [halo | chunk] that these windows (and the one before) take up.
         rotation_ER2: at the first token of each window that closes.
-        target_rows_E: cache rows where the entries of these go.
+        kept_E: which of their entries this shard keeps; None for all.
+        target_rows_E: cache rows where those go.
     """
 
     halo_rows: torch.Tensor
@@ -79,6 +84,7 @@ class PrefillWindows:
     num_closed: int
     used_rows: int
     rotation_ER2: torch.Tensor
+    kept_E: torch.Tensor | None
     target_rows_E: torch.Tensor
 
 
@@ -110,7 +116,9 @@ class PrefillIndex:
         positions_P: of each row that attends.
         latent_rows_P: place of each row that attends among the latents that its sequence's rows
             see: in [halo | chunk] where the chunk is one rank's.
-        entry_rows: by ratio, cache rows of all entries of the sequence, the new ones included.
+        entry_rows: by ratio, rows of all entries of the sequence, the new ones included: of the
+            cache, or where caches are divided, of the pool of what shards give.
+        given_rows: by ratio, cache rows that this shard gives for it; empty where caches are whole.
         chunk: None where the step is shared.
     """
 
@@ -120,6 +128,7 @@ class PrefillIndex:
     positions_P: torch.Tensor
     latent_rows_P: torch.Tensor
     entry_rows: dict[int, torch.Tensor]
+    given_rows: dict[int, torch.Tensor]
     chunk: ChunkRows | None
 
 
@@ -151,6 +160,11 @@ class StepIndex:
     wanted_rows_W: torch.Tensor | None = None
     padding_T1: torch.Tensor | None = None
     shares: ShareIndex | None = None
+
+    def reads(self, part: PrefillIndex) -> bool:
+        """Whether entries of one of the prefills are looked at, on any rank: which rows others have
+        is not known where the step is shared."""
+        return self.shares is not None or part.attending.start < part.attending.stop
 
     def wanted(self, rows_T: torch.Tensor) -> torch.Tensor:
         """Of something of all rows that of those which go on."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
+import numpy as np
 import torch
 
 from metainfer.arch.cache_kinds import BLOCK_TOKENS, spans
 from metainfer.nn.builder import LayerBuilder
-from metainfer.nn.inputs import DecodeInputs, StepInputs
+from metainfer.nn.inputs import DecodeInputs, StepInputs, sent
 from metainfer.nn.ring_rows import Chunk, Ring, RingRows, ring_rows
 from metainfer.nn.rotary import compressing_table, sliding_table
 from metainfer.nn.step_index import (
@@ -48,8 +50,16 @@ class StepIndexer:
         self._back_S = {
             ratio: torch.arange(1 - span, 1, device=device) for ratio, span in self.spans.items()
         }
+        self._kv = build.placement.kv
         windows = tuple(Windows(ratio, span) for ratio, span in self.spans.items())
-        case = StepIndexCase(arch.sliding_window, windows, arch.rope_head_dim, BLOCK_TOKENS)
+        case = StepIndexCase(
+            arch.sliding_window,
+            windows,
+            arch.rope_head_dim,
+            BLOCK_TOKENS,
+            shards=self._kv.size,
+            shard=self._kv.own,
+        )
         self._index_rows = build.kernel("step.index_decode", case)
 
     def index(self, inputs: StepInputs) -> StepIndex:
@@ -124,6 +134,7 @@ class StepIndexer:
             num_rows=rows,
             ring_rows_T=window_rows_TW[:, -1],
             window_rows_TW=window_rows_TW,
+            shard_rows_TV=self._kv.window(window_rows_TW),
             windows={
                 ratio: self._decode_windows(inputs, ratio, positions_T1, slots_T1, ends)
                 for ratio in self.spans
@@ -144,17 +155,21 @@ class StepIndexer:
         is_open_T1 = seen_T1 * ratio != positions_T1 + 1
         closing_TS = _ring_rows(slots_T1, positions_T1 + self._back_S[ratio], ring)
         window_T1 = positions_T1 // ratio
+        shard_T1, place_T1 = self._kv.place(window_T1, ratio)
+        is_open_T1 |= shard_T1 != self._kv.own
         target_T1 = torch.full_like(window_T1, -1)
         entry_rows_TE = None
         if num_entries:
             tables_TM = inputs.block_table_BM.index_select(
                 0, inputs.sequence_T[: len(positions_T1)]
             )
-            entry_rows_TE = self._entry_rows(tables_TM, ratio, num_entries)
+            held = self._kv.held(num_entries, ratio)
+            entry_rows_TE = self._entry_rows(tables_TM, ratio, held)
             # Windows behind the last entry are open.
-            target_T1 = entry_rows_TE.gather(1, window_T1.clamp(max=num_entries))
-            entry_E = torch.arange(num_entries + 1, device=self._device)
-            entry_rows_TE = entry_rows_TE.masked_fill_(entry_E >= seen_T1, -1)
+            target_T1 = entry_rows_TE.gather(1, place_T1.clamp(max=held))
+            entry_E = torch.arange(held + 1, device=self._device)
+            own_T1 = self._kv.held_of(seen_T1, ratio)
+            entry_rows_TE = entry_rows_TE.masked_fill_(entry_E >= own_T1, -1)
         return DecodeWindows(
             ring_rows_T=(slots_T1 * ring + positions_T1 % ring).squeeze(1),
             closing_TS=closing_TS.masked_fill_(is_open_T1, -1),
@@ -185,7 +200,7 @@ class StepIndexer:
                 closing_TS=closing_TS,
                 target_rows_T=target_T,
                 rotation_TR2=rotation_TR2,
-                num_entries=entry_rows_TE.shape[1] - 1,
+                num_entries=(entry_rows_TE.shape[1] - 1) * self._kv.size,
                 entry_rows_TE=entry_rows_TE,
             )
         return StepIndex(
@@ -194,7 +209,13 @@ class StepIndexer:
             compressing_TR2=compressing_TR2,
             ring_rows_T=ring_rows_T,
             phase_T=phase_T,
-            decode=DecodeIndex(len(ring_rows_T), ring_rows_T, window_rows_TW, windows),
+            decode=DecodeIndex(
+                len(ring_rows_T),
+                ring_rows_T,
+                window_rows_TW,
+                self._kv.window(window_rows_TW),
+                windows,
+            ),
             prefills=(),
             padding_T1=inputs.positions_T.unsqueeze(1) < 0 if inputs.may_pad else None,
         )
@@ -222,7 +243,7 @@ class StepIndexer:
         start = inputs.computed[sequence]
         halo_start = self._halo_start(start)
         positions_P = inputs.positions_T[rows]
-        entry_rows = self.entry_rows(inputs, sequence, end)
+        own_rows, entry_rows, given_rows = self.entry_rows(inputs, sequence, end)
         return PrefillIndex(
             rows=rows,
             attending=rows,
@@ -230,19 +251,20 @@ class StepIndexer:
             positions_P=positions_P,
             latent_rows_P=positions_P - halo_start if halo_start else positions_P,
             entry_rows=entry_rows,
+            given_rows=given_rows,
             chunk=ChunkRows(
                 halo_rows=window.halo,
                 ring_rows_P=window.rows_P,
                 ring_rows=window.kept,
                 windows={
-                    ratio: self._prefill_windows(start, ratio, end, rows, entry_rows[ratio])
+                    ratio: self._prefill_windows(start, ratio, end, rows, own_rows[ratio])
                     for ratio, rows in zip(self.spans, others, strict=True)
                 },
             ),
         )
 
     def _prefill_windows(
-        self, start: int, ratio: int, end: int, rows: RingRows, entry_rows_E: torch.Tensor
+        self, start: int, ratio: int, end: int, rows: RingRows, own_rows_E: torch.Tensor
     ) -> PrefillWindows:
         first_window = start // ratio
         num_closed = end // ratio - first_window
@@ -257,19 +279,52 @@ class StepIndexer:
             num_closed=num_closed,
             used_rows=num_closed * ratio + self.spans[ratio] - ratio,
             rotation_ER2=self.compressing.rows(first_tokens_E, end),
-            target_rows_E=entry_rows_E[first_window:],
+            kept_E=self.kept([(first_window, end // ratio)], ratio),
+            target_rows_E=self.kept_rows(own_rows_E, first_window, ratio),
         )
 
     def ring(self, ratio: int) -> int:
         """Rows of a slot of the compressors' rings."""
         return self.spans[ratio] + self._draft_rows
 
-    def entry_rows(self, inputs: StepInputs, sequence: int, end: int) -> dict[int, torch.Tensor]:
-        """By ratio, cache rows of all entries of a sequence up to the position `end`."""
+    def entry_rows(
+        self, inputs: StepInputs, sequence: int, end: int
+    ) -> tuple[dict[int, torch.Tensor], ...]:
+        """Of the entries of a sequence up to the position `end`, by ratio: cache rows of those of
+        this shard; then `entry_rows` and `given_rows` of PrefillIndex."""
         table_1M = inputs.block_table_BM[sequence : sequence + 1]
-        return {
-            ratio: self._entry_rows(table_1M, ratio, end // ratio)[0, :-1] for ratio in self.spans
-        }
+        if self._kv.size == 1:
+            rows = {
+                ratio: self._entry_rows(table_1M, ratio, end // ratio)[0, :-1]
+                for ratio in self.spans
+            }
+            return rows, rows, {}
+        own_rows, pool_rows, given_rows = {}, {}, {}
+        for ratio in self.spans:
+            count = end // ratio
+            given = self._kv.given(count, ratio)
+            given_L = self._entry_rows(table_1M, ratio, given)[0, :-1]
+            shard_E, place_E = self._kv.place(torch.arange(count, device=self._device), ratio)
+            own_rows[ratio] = given_L[: self._kv.held(count, ratio)]
+            pool_rows[ratio] = shard_E * given + place_E
+            given_rows[ratio] = given_L
+        return own_rows, pool_rows, given_rows
+
+    def kept(self, windows: Sequence[tuple[int, int]], ratio: int) -> torch.Tensor | None:
+        """Of the entries of windows, one (first, stop) of each sequence, those that this shard
+        keeps, as places among them all; None for all."""
+        if self._kv.size == 1:
+            return None
+        begins = accumulate((stop - first for first, stop in windows), initial=0)
+        kept = [
+            begin + self._kv.kept(first, stop, ratio)
+            for begin, (first, stop) in zip(begins, windows, strict=False)
+        ]
+        return sent(np.concatenate(kept), self._device)
+
+    def kept_rows(self, own_rows_E: torch.Tensor, first_window: int, ratio: int) -> torch.Tensor:
+        """Of the cache rows of a sequence on this shard, those of its windows from a first on."""
+        return own_rows_E[self._kv.held(first_window, ratio) :]
 
     def _entry_rows(self, table_BM: torch.Tensor, ratio: int, num_entries: int) -> torch.Tensor:
         """Cache rows of the entries 0 .. E - 1 of each block table, then a column of -1."""

@@ -67,6 +67,24 @@ class MergeCase:
     dtype: str = "bfloat16"
 
 
+def shard_window(window: int, shards: int) -> int:
+    """Tokens of the window that a row sees on one of so many shards at most."""
+    return -(-window // shards)
+
+
+def shard_cases(case: AttentionCase, shards: int) -> tuple[AttentionCase, MergeCase]:
+    """How decode attends on a shard, to heads of all, where a rank alone attends as `case`; and how
+    results come together. No shard has sinks: they are one result more."""
+    on_shard = replace(
+        case,
+        heads=case.heads * shards,
+        window=shard_window(case.window, shards),
+        lse=True,
+        sink=False,
+    )
+    return on_shard, MergeCase(case.heads, case.width, case.dtype)
+
+
 def row_bytes(row_format: str, width: int, dtype: str) -> int:
     """Bytes of a cache row of `width` channels, dense ones in `dtype`."""
     if row_format == DENSE:

@@ -45,6 +45,7 @@ def load_model(
     context: int = 1,
     expert: int = 1,
     stages: int = 1,
+    kv_shards: int = 1,
 ) -> DeepseekV4:
     """The checkpoint in `directory` on the CPU, as a rank of `group`, with the backends of this
     package or of `registry`."""
@@ -70,6 +71,7 @@ def load_model(
             context=context,
             expert=expert,
             stages=stages,
+            kv_shards=kv_shards,
             device=CPU,
             compute_dtype=compute_dtype,
             stream_dtype=stream_dtype,
@@ -105,7 +107,10 @@ class Driver:
         caches: CacheFormats = FP32_CACHES,
         draft_rows: int = 0,
         seed: int = 0,
+        kv_shards: int = 1,
     ) -> None:
+        """`kv_shards`: of the model."""
+        self.kv_shards = kv_shards
         self._model, self._arch = model, arch
         self._draft_rows = draft_rows
         self._num_slots, self._num_blocks = num_slots, num_blocks
@@ -204,7 +209,7 @@ class Driver:
 
     def _grow(self, sequence: Track, tokens: int) -> None:
         """Blocks for so many tokens."""
-        while len(sequence.blocks) * BLOCK_TOKENS < tokens:
+        while len(sequence.blocks) * self.kv_shards * BLOCK_TOKENS < tokens:
             sequence.blocks.append(self._free_blocks.pop())
 
     def run(self, tokens: Sequence[int], *lengths: int) -> torch.Tensor:

@@ -51,7 +51,8 @@ def ring_rows(slot, position, back: tl.constexpr, N: tl.constexpr, ring):
 def window_numbers(
     t, position, slot, tables, table_stride, numbers, rotation, table, frequency, ring, shard,
     SHARDS: tl.constexpr, RATIO: tl.constexpr, SPAN: tl.constexpr, BS: tl.constexpr, T,
-    BLOCK: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, TABLE: tl.constexpr, INTERPRETED: tl.constexpr,
+    BLOCK: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, TABLE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Of a ratio: phase, ring row and target of row t, each T numbers, then T lists of the window;
     and its angles."""
