@@ -150,6 +150,8 @@ def test_the_peer_level_depends_on_tree_processor_and_variable():
     for model, variables, level in (
         ("Intel Xeon 6760P", {}, "warn"),
         ("Intel Xeon 6760P", {"NCCL_P2P_LEVEL": "SYS"}, "ok"),
+        ("Intel Xeon 6760P", {"NCCL_P2P_LEVEL": "4"}, "ok"),  # its old number
+        ("Intel Xeon 6760P", {"NCCL_P2P_LEVEL": "NODE"}, "warn"),  # no level of NCCL
         ("Intel Xeon 6760P", {"NCCL_P2P_LEVEL": "PHB"}, "warn"),  # not across sockets
         ("AMD EPYC 9575F", {}, "ok"),
         ("AMD EPYC 9575F", {"NCCL_P2P_LEVEL": "PIX"}, "warn"),

@@ -9,8 +9,10 @@ import pytest
 from metainfer.doctor.checks import cards, environment, peers
 from metainfer.doctor.finding import Finding, Patient
 from metainfer.hardware.facts import Unknown
+from metainfer.hardware.known import machine_of
 from metainfer.hardware.machine import Host, Machine, Power, Process
 from metainfer.hardware.pcie import Peer
+from metainfer.hardware.topology import way
 from tests.fakes.machines import GIB, make_machine, two_sockets
 
 PAIRS = [(a, b) for a in range(5) for b in range(5) if a != b]
@@ -102,6 +104,11 @@ def test_a_sick_machine_gets_a_finding_with_its_fix(check, machine, word):
         ({"NCCL_P2P_DISABLE": "0"}, []),
         ({"NCCL_P2P_LEVEL": "nvl"}, ["NCCL_P2P_LEVEL"]),
         ({"NCCL_P2P_LEVEL": "SYS"}, []),
+        ({"NCCL_P2P_LEVEL": "PIX"}, ["NCCL_P2P_LEVEL"]),
+        ({"CUDA_VISIBLE_DEVICES": "0,1,2,3,4"}, []),
+        ({"CUDA_VISIBLE_DEVICES": "0,,1,2,3,4"}, ["CUDA_VISIBLE_DEVICES"]),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-1,GPU-2"}, ["CUDA_VISIBLE_DEVICES"]),
+        ({"CUDA_VISIBLE_DEVICES": ""}, ["CUDA_VISIBLE_DEVICES"]),
         ({"NCCL_MAX_NCHANNELS": "2", "CUDA_LAUNCH_BLOCKING": "1"},
          ["NCCL_MAX_NCHANNELS", "CUDA_LAUNCH_BLOCKING"]),
         ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, ["PYTORCH_CUDA_ALLOC_CONF"]),
@@ -114,6 +121,22 @@ def test_variables_hurt_by_their_value(variables, hurting):
     found = list(environment.inherited(Patient(replace(WELL, environment=variables))))
     assert [f.evidence.partition("=")[0] for f in found if f.level == "warn"] == hurting
     assert all(f.fix and f.source for f in found if f.level == "warn")
+
+
+def test_a_low_level_of_peers_is_enough_below_one_switch():
+    machine = replace(machine_of("rtx-pro-6000-x8"), environment={"NCCL_P2P_LEVEL": "PIX"})
+    assert said(environment.inherited, machine)[0][0] == "warn"
+    assert not isinstance(machine.gpus, Unknown)
+    one_switch = replace(machine, gpus=machine.gpus[:2])
+    between = way(one_switch, 0, 1)
+    assert not isinstance(between, Unknown) and between.kind == "PIX"
+    assert said(environment.inherited, one_switch)[0][0] == "ok"
+
+
+def test_what_the_driver_keeps_for_itself_is_nobody_elses():
+    small = {"memory_bytes": 16 * GIB, "processes": ()}
+    assert not said(cards.held, first(WELL, free_bytes=16 * GIB - 2**29, **small))
+    assert only(cards.held, first(WELL, free_bytes=14 * GIB, **small))
 
 
 def test_p2p_may_be_off_where_the_driver_refuses_it_anyway():

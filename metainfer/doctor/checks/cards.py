@@ -19,6 +19,8 @@ _MIG = "MIG"
 _SPIN_POWER_SHARE = 0.4
 """Of its limit that a card draws at most while it only waits in a collective: reported are 100 %
 busy cards below 150 W of 600."""
+_RESERVED_BYTES = 2**30
+"""What the driver itself may hold of a card: half a gigabyte and more counts as in use."""
 _HARMLESS = frozenset({"idle", "clocks set by an application"})
 
 
@@ -83,7 +85,7 @@ def held(patient: Patient) -> Iterator[Finding]:
     """Memory that nobody who still serves may need: workers survive a server that was killed."""
     for place, gpu in _gpus(patient):
         used = gpu.memory_bytes - gpu.free_bytes
-        if used < gpu.memory_bytes // 50:
+        if used < gpu.memory_bytes // 50 or (gpu.processes == () and used < _RESERVED_BYTES):
             continue
         if isinstance(gpu.processes, Unknown):
             who, fix = gpu.processes.why, "look for it with nvidia-smi as the administrator"

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from metainfer.doctor.estimate import gpus_of
 from metainfer.doctor.finding import Check, Finding, Level, Patient
 from metainfer.hardware.facts import Unknown
 from metainfer.hardware.machine import Machine
-from metainfer.hardware.topology import p2p_everywhere
+from metainfer.hardware.topology import p2p_everywhere, way
 
 _NAME = "inherited environment"
 
@@ -36,6 +37,33 @@ def _off_where_peers_work(value: str, machine: Machine) -> bool:
     return _on(value, machine) and p2p_everywhere(machine) is True
 
 
+def _keeps_pairs_apart(value: str, machine: Machine) -> bool:
+    """A level below that at which some pair meets; levels above switches are NCCL's own check."""
+    most = _REACH.get(value.strip().upper())
+    if most is None or p2p_everywhere(machine) is False:
+        return False
+    places = range(len(gpus_of(machine)))
+    ways = [way(machine, a, b) for a in places for b in places if a < b]
+    return any(isinstance(one, Unknown) or one.kind not in most for one in ways)
+
+
+_REACH = {
+    **dict.fromkeys(("LOC", "0", "NVL", "NVB", "C2C"), frozenset[str]()),
+    **dict.fromkeys(("PIX", "1"), frozenset({"PIX"})),
+}
+"""Kinds of ways that low levels take, by name and old number (paths.cc of NCCL)."""
+
+
+def _hides_cards(value: str, machine: Machine) -> bool:
+    """CUDA takes entries up to the first that names no card."""
+    known, shown = len(gpus_of(machine)), 0
+    for entry in map(str.strip, value.split(",")):
+        if not (entry.startswith(("GPU-", "MIG-")) or (entry.isdigit() and int(entry) < known)):
+            break
+        shown += 1
+    return shown < known
+
+
 _RULES = (
     _Rule(
         "NCCL_P2P_DISABLE",
@@ -54,7 +82,7 @@ _RULES = (
     ),
     _Rule(
         "NCCL_P2P_LEVEL",
-        lambda value, machine: value.strip().upper() in ("LOC", "NVL", "PIX", "0", "1", "2"),
+        _keeps_pairs_apart,
         "pairs that meet above a switch go through host memory",
         "set NCCL_P2P_LEVEL=SYS, or PHB where sockets are slow, and measure",
         "github.com/local-inference-lab/rtx6kpro, pcie-bandwidth",
@@ -79,6 +107,14 @@ _RULES = (
         "every call writes lines",
         "unset NCCL_DEBUG, or set it to WARN",
         "documentation of NCCL",
+    ),
+    _Rule(
+        "CUDA_VISIBLE_DEVICES",
+        _hides_cards,
+        "programs started from here see fewer cards than are examined and planned for; those behind"
+        " the first entry that names no card are hidden too",
+        "unset CUDA_VISIBLE_DEVICES, unless the other cards are meant for something else",
+        "CUDA C++ Programming Guide",
     ),
     _Rule(
         "CUDA_LAUNCH_BLOCKING",

@@ -24,8 +24,8 @@ _ENOUGH = 0.6
 """Of the narrowest link: with channels and protocol set NCCL reaches 0.7."""
 _AMD_BYTES_PER_S = 16e9
 """What NCCL 2.30.7 counts for the way between AMD processors and their devices, whatever it is."""
-_REACHES_ALL = frozenset({"SYS", "5"})
-_REACHES_ROOTS = frozenset({"PHB", "3", "NODE", "4"})
+_REACHES_ALL = frozenset({"SYS", "4", "5"})
+_REACHES_ROOTS = frozenset({"PHB", "3"})
 
 _USUAL_S = 35e-6
 """Of a row by NCCL over peer access at most; 20 to 27 us over eight cards are usual."""
