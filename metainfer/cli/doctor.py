@@ -147,7 +147,7 @@ def _matrix(terminal: Terminal, options: DoctorOptions) -> int:
 def _patient(terminal: Terminal, options: DoctorOptions) -> Patient:
     """All facts, gathered before anything is examined."""
     from metainfer.arch.shape_of import read_shape
-    from metainfer.cli.doctor_coverage import coverage_of
+    from metainfer.cli.doctor_coverage import coverage_of, dividing
     from metainfer.doctor.estimate import gpus_of, tensor_sizes
     from metainfer.doctor.finding import Patient
     from metainfer.hardware.known import machine_of
@@ -159,7 +159,8 @@ def _patient(terminal: Terminal, options: DoctorOptions) -> Patient:
         return Patient(machine, port=port)
     shape = read_shape(options.model)
     gpus, coverage = len(gpus_of(machine)), None
-    sizes = options.tensor_parallel_sizes or tuple(tensor_sizes(shape, gpus))
+    # Other engines divide models, such as small ones, where this one does not.
+    sizes = options.tensor_parallel_sizes or dividing(options.model, tensor_sizes(shape, gpus))
     if gpus and sizes:
         coverage = coverage_of(terminal, options.model, machine, sizes, options.compile)
     return Patient(machine, shape.arch, coverage=coverage, shape=shape, port=port)

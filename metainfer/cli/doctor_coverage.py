@@ -49,6 +49,19 @@ def coverage_of(
     return reports
 
 
+def dividing(model: str, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Those of `sizes` over which this engine can divide the model's operations."""
+    return tuple(size for size in sizes if _divides(model, size))
+
+
+def _divides(model: str, ranks: int) -> bool:
+    try:
+        _forms(model, ranks)
+    except UserError:
+        return False
+    return True
+
+
 def _question(model: str, target: str, kind: CardKind, sizes: Sequence[int]) -> tuple[str, str]:
     """The name and the key under which the answer is kept: of the model's own facts, of the card,
     and of what `metainfer verify` kept."""

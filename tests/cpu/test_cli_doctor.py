@@ -48,6 +48,13 @@ def test_a_machine_alone_a_card_without_kernels_and_none():
     assert "there are no kernels for sm_103" in ran.out
 
 
+def test_a_model_that_this_engine_does_not_divide_is_examined_too():
+    ran = metainfer("doctor", "pebble", "--machine", "rtx-pro-6000-x2")
+    assert "memory ledger" in ran.out and "cannot be divided" not in ran.err
+    asked = metainfer("doctor", "pebble", "--machine", "rtx-pro-6000-x2", "--tp", "2")
+    assert asked.code == 2 and "cannot be divided over 2 ranks" in asked.err
+
+
 def test_lists():
     listed = metainfer("doctor", "--list")
     assert listed.code == 0 and all(check.name in listed.out for check in all_checks())
