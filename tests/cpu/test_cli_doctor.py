@@ -55,6 +55,19 @@ def test_a_model_that_this_engine_does_not_divide_is_examined_too():
     assert asked.code == 2 and "cannot be divided over 2 ranks" in asked.err
 
 
+def test_the_page_shows_what_is_printed(tmp_path, monkeypatch):
+    page = Path(__file__).parents[2] / "docs" / "doctor.md"
+    _, _, case = page.read_text(encoding="utf-8").partition("## A case")
+    script, shown = (case.split("```")[n] for n in (1, 3))
+    monkeypatch.chdir(tmp_path)
+    exec(script.removeprefix("python"), {})
+    ran = metainfer("doctor", "deepseek-v4-flash", "--machine", "box.json")
+    assert ran.code == 2
+    printed = ran.out.split("\n\n")
+    findings = shown.strip("\n").split("\n\n")
+    assert len(findings) == 4 and all(finding in printed for finding in findings)
+
+
 def test_lists():
     listed = metainfer("doctor", "--list")
     assert listed.code == 0 and all(check.name in listed.out for check in all_checks())

@@ -96,6 +96,7 @@ def _width(result: Result) -> Iterator[Finding]:
         f" tokens in and {result.workload.output_tokens:,} out, with vLLM or SGLang as they come",
         _LIMITS.sub("", emitted.commands[0])
         + (f", and {more} more like it behind any load balancer" if more else "")
+        + "".join(f"; it does not say: {sentence}" for sentence in emitted.lost)
         + f"; `metainfer plan {result.shape.name} --engine stock --emit vllm` prints all, as"
         " --emit sglang does",
         "cost model of `metainfer plan`; two replicas of TP2 beat TP4 with V4-Flash"
