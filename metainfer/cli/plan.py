@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,7 @@ def parse_pair(text: str) -> tuple[float, float]:
         numbers = tuple(float(part) for part in text.split(","))
     except ValueError:
         numbers = ()
-    if len(numbers) != 2 or not all(number > 0 for number in numbers):
+    if len(numbers) != 2 or not all(0 < number < math.inf for number in numbers):
         raise UserError(f"'{text}' is not two numbers above 0, such as 4800,11000")
     return numbers[0], numbers[1]
 

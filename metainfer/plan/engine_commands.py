@@ -24,6 +24,8 @@ VERDICTS = (KEPT, MAPPED, ABSENT, NO_EFFECT, UNKNOWN)
 """Of a flag: metainfer has it, has it otherwise, does not have what it does, needs none; none that
 is known here."""
 
+_MOST_CHARACTERS = 2**20
+"""Of a file with a command that are read."""
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
 _STARTS = {
     VLLM: (("vllm", "serve"), ("-m", "vllm.entrypoints.openai.api_server")),
@@ -141,7 +143,8 @@ def read_command(text: str) -> SetUp:
     """
     with suppress(OSError):  # a long command is no name of a file
         if "\n" not in text and Path(text).is_file():
-            text = Path(text).read_text(encoding="utf-8", errors="replace")
+            with Path(text).open(encoding="utf-8", errors="replace") as file:
+                text = file.read(_MOST_CHARACTERS)
     words = _words(text)
     engine, start = _engine(words)
     values: dict[str, str] = {}

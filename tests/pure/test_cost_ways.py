@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 
 from metainfer.arch.shape_of import read_shape
-from metainfer.hardware.curves import MEASURED_HERE, STAGED, Curve
+from metainfer.hardware.curves import FROM_HOST, MEASURED_HERE, STAGED, Curve
 from metainfer.hardware.facts import Unknown
 from metainfer.hardware.known import machine_of
 from metainfer.hardware.machine import Machine
 from metainfer.plan.cost.constants import MEASURED, Profile, read_constants
+from metainfer.plan.cost.links import Links
 from metainfer.plan.cost.parts import ATTENTION, INDEXER, Part, Share
 from metainfer.plan.cost.phases import HOST, Phases
 from metainfer.plan.cost.rates import Rates
@@ -53,6 +54,19 @@ def test_measured_ways_through_the_host_are_what_exchanges_count_with() -> None:
     # Of two ranks a gather brings in half; pairs of four cards share the host.
     assert mine.exchange(ALL_GATHER, 2.0**24, 2).seconds == pytest.approx(curve.seconds_of(2**23))
     assert mine.send(2.0**20, 4, 1).seconds == pytest.approx(curve.seconds_of(2**20))
+
+
+def test_the_link_of_one_card_to_the_host_counts_as_it_was_measured() -> None:
+    def host(*rates: tuple[bool, float]) -> float:
+        curves = tuple(
+            Curve(FROM_HOST, "copy", (0,), both, (2**28,), (2**28 / rate,), True, MEASURED_HERE)
+            for both, rate in rates
+        )
+        return Links(replace(machine_of("h200-x1"), curves=curves), CONSTANTS).host
+
+    assert host((False, 12e9)) == pytest.approx(12e9)
+    assert host((True, 8e9), (False, 12e9)) == pytest.approx(12e9)  # both ways at once is less
+    assert host() > 50e9
 
 
 def test_a_smaller_group_says_nothing_of_a_larger_one() -> None:

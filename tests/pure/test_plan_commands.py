@@ -289,6 +289,7 @@ def test_two_machines_side_by_side() -> None:
         (("--emit", "vllm", "--explain"), "--emit has nothing to explain"),
         (("--from", "vllm serve m", "--engine", "b12x"), "--engine is of a plan"),
         (("--compare", "a", "b", "--price-per-hour", "3"), "is not two numbers above 0"),
+        (("--compare", "a", "b", "--power-w", "1e400,1"), "is not two numbers above 0"),
         (("--compare", "a", "b", "--machine", "c"), "leave out --machine"),
     ],
 )

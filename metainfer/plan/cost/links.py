@@ -104,13 +104,13 @@ class Links:
     @cached_property
     def host(self) -> float:
         """Bytes a second, one way, between host memory and each GPU, all at once: the slower way
-        where all of several were recorded at once."""
+        where all of several were recorded at once, and what one alone gets where there is one."""
         recorded = [
             curve.bytes[-1] / curve.seconds[-1]
             for curve in trusted(self._machine.curves)
             if curve.means in (TO_HOST, FROM_HOST)
-            and curve.at_once
-            and len(curve.gpus) == len(self._gpus) > 1
+            and curve.at_once == (len(self._gpus) > 1)
+            and len(curve.gpus) == len(self._gpus)
         ]
         if recorded:
             return min(recorded)

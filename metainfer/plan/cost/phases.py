@@ -188,7 +188,8 @@ class Phases:
         hidden, groups = side.hidden_size, self._groups(layout)
         whole = 2.0 * rows * hidden
         exchange = self.transfers.exchange
-        wire = {"bf16": 1.0, "fp8": 0.52, "int8": 0.52}[formats.wire]
+        coded = self.constants.transfer("coded")
+        wire = 1.0 if formats.wire == "bf16" else coded
         if layout.tensor > 1:
             # After attention, within the ranks that divide the heads of the same rows.
             part = wire * whole / layout.context
@@ -197,7 +198,7 @@ class Phases:
         if layout.context == 1 and layout.tensor > 1:
             yield exchange(ALL_REDUCE, wire * whole, layout.tensor, groups), layers
         elif layout.context > 1:
-            codes = 0.52 if self.gathers_codes else wire
+            codes = coded if self.gathers_codes else wire
             # Strides of the tensor ranks lie apart; the whole group's links are what they share.
             yield exchange(ALL_GATHER, codes * whole, layout.group, groups), layers
             yield exchange(REDUCE_SCATTER, wire * whole, layout.group, groups), layers

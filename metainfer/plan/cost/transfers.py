@@ -90,15 +90,18 @@ class Transfers:
         transfer = self._constants.transfer
         if self._links.nvlink:
             rate = self._nvlink_rate
-            return Exchange(size / rate + 10e-6, "NVLink", INFERRED, _rate(rate))
+            seconds = size / rate + transfer("handed_nvlink_us") * 1e-6
+            return Exchange(seconds, "NVLink", INFERRED, _rate(rate))
         if self.p2p(ranks, groups):
             rate = self._links.ring(ranks, groups) * transfer("ring")
-            return Exchange(size / rate + 20e-6, "copies", INFERRED, _rate(rate))
+            seconds = size / rate + transfer("handed_us") * 1e-6
+            return Exchange(seconds, "copies", INFERRED, _rate(rate))
         passed = self._passed_through_host(size, ranks)
         if passed is not None:
             return passed
         rate = self._links.host * transfer("staged") / 2
-        return Exchange(size / rate + 60e-6, "host memory", INFERRED, _rate(rate))
+        seconds = size / rate + transfer("handed_staged_us") * 1e-6
+        return Exchange(seconds, "host memory", INFERRED, _rate(rate))
 
     def _ways(self, operation: str, size: float, ranks: int, groups: int) -> list[Exchange]:
         known = self._profile.collectives
