@@ -52,7 +52,7 @@ def test_help_of_a_group_lists_its_verbs() -> None:
         (["serve", "--prot", "1"], "metainfer serve has no flag --prot", "did you mean --port?"),
         (["serve", "--max_model_len=8"], "has no flag --max_model_len", "spelled --max-model-len"),
         (["serve", "--swap-space", "4"], "has no flag --swap-space", "leave it out"),
-        (["serve", "--ep-size", "2"], "has no flag --ep-size", "this version runs one rank"),
+        (["serve", "--dp-size", "2"], "has no flag --dp-size", "start one server per replica"),
         (["version", "more"], "does not know what to do with 'more'", "--help shows what it takes"),
         (["serve", "--max-model-len"], "--max-model-len: expected one argument", "--help"),
         (["serve", "--max-model-len", "many"], "--max-model-len", "--help"),
