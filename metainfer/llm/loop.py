@@ -83,10 +83,10 @@ class Loop:
         self._flights: deque[tuple[Step, Results, float]] = deque()  # and when each was begun
         self._done_s = 0.0
         self._failures_in_a_row = 0
-        # The lock alone is taken, never through a condition: an interrupt of the main thread
-        # between the bytecodes of a condition would leave it taken.
+        # No conditions: an interrupt of the main thread between the bytecodes of one leaves the lock
+        # taken, or the next call to somebody who does not wait any more.
         self._lock = threading.Lock()
-        self._work = threading.Condition(self._lock)  # the engine thread waits for it
+        self._work: SimpleQueue[None] = SimpleQueue()  # the engine thread waits for it
         self._news: SimpleQueue[None] = SimpleQueue()  # the consumer of events waits for it
         # Guarded by the lock:
         self._inbox: deque[Request | str] = deque()  # requests, and ids to abort
@@ -130,28 +130,26 @@ class Loop:
                 )
             self._live.add(request.request_id)
             self._inbox.append(request)
-            self._work.notify()
+            self._work.put(None)
 
     def abort(self, request_id: str) -> None:
         """End a request before the next step; ids that are not live are ignored."""
         with self._lock:
             if request_id in self._live:
                 self._inbox.append(request_id)
-                self._work.notify()
+                self._work.put(None)
 
     def events(self, timeout_s: float | None = None) -> Sequence[EngineEvent]:
         """See EngineClient. After the end of the loop: what is left, then nothing, at once."""
         until_s = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
-            with suppress(Empty):
-                while True:
-                    self._news.get_nowait()  # of what was taken before
+            _drain(self._news)  # of what was taken before
             with self._lock:
                 closed = self._closed
                 taken = tuple(self._outbox)
                 self._outbox.clear()
                 if taken:
-                    self._work.notify()  # it may have waited for room
+                    self._work.put(None)  # it may have waited for room
             if closed:
                 self._news.put(None)  # for others that wait
             left_s = None if until_s is None else until_s - time.monotonic()
@@ -171,14 +169,14 @@ class Loop:
         """Ask `run` to end after the current step; requests that are not done are aborted."""
         with self._lock:
             self._closing = True
-            self._work.notify()
+            self._work.put(None)
 
     def lose(self, why: str) -> None:
         """The executor is not fit any more, which a step would find out too."""
         with self._lock:
             if not self._reviving:
                 self._lost = self._lost or why
-                self._work.notify()
+                self._work.put(None)
 
     # ---- the engine thread ----
 
@@ -200,12 +198,16 @@ class Loop:
 
     def _receive(self) -> bool:
         """Take in what came; wait while there is nothing to do. False: time to end."""
-        with self._lock:
-            self._work.wait_for(self._has_news)
-            if self._must_end():
-                return False
-            items = list(self._inbox)
-            self._inbox.clear()
+        while True:
+            _drain(self._work)
+            with self._lock:
+                if self._must_end():
+                    return False
+                if self._has_news():
+                    items = list(self._inbox)
+                    self._inbox.clear()
+                    break
+            self._work.get()
         for item in items:
             if isinstance(item, Request):
                 self._scheduler.add(item)
@@ -215,7 +217,7 @@ class Loop:
 
     def _has_news(self) -> bool:
         lost = self._lost is not None and not self._reviving
-        return bool(self._must_end() or self._inbox or lost or self._may_step())
+        return bool(self._inbox or lost or self._may_step())
 
     def _must_end(self) -> bool:
         return self._closing or self._death is not None
@@ -302,7 +304,7 @@ class Loop:
                 self._die(str(error) or type(error).__name__)
         with self._lock:
             self._lost, self._reviving = None, False
-            self._work.notify()
+            self._work.put(None)
 
     def _check(self) -> None:
         """Nothing may be held whenever nothing runs; in tests all books after every step."""
@@ -365,3 +367,10 @@ class Loop:
             num_errors=counters.errors,
             alive=not self._must_end(),
         )
+
+
+def _drain(calls: SimpleQueue[None]) -> None:
+    """Forget calls that nobody waits for yet."""
+    with suppress(Empty):
+        while True:
+            calls.get_nowait()
