@@ -81,6 +81,14 @@ def test_loads_of_kernels_are_held_against_copies(loads: float, level: str):
         assert "ForceP2P" in finding.fix and "18 times as long" in finding.matters
 
 
+def test_one_bad_pair_is_found_among_sound_ones():
+    pairs = ((0, 1), (2, 3))
+    copies = (curve(COPY, 54e9, gpus=pair) for pair in pairs)
+    loads = (curve(LOAD, per_s, gpus=pair) for per_s, pair in zip((45e9, 3e9), pairs, strict=True))
+    (finding,) = found(fabric.kernels, with_curves("rtx-pro-6000-x4", *copies, *loads))
+    assert finding.level == "fail" and "from GPU 2 to 3" in finding.evidence
+
+
 def test_writes_collapse_on_the_box_that_is_known_for_it_and_hold_up_elsewhere():
     (sick,) = found(fabric.collapse, machine_of("rtx-pro-6000-x8-two-sockets"))
     assert sick.level == "fail" and "16%" in sick.what and "pull" in sick.fix

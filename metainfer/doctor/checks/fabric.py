@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from metainfer.doctor.estimate import gpus_of
 from metainfer.doctor.finding import Check, Finding, Level, Patient
@@ -123,8 +123,7 @@ def registry(patient: Patient) -> Iterator[Finding]:
     if all(not isinstance(one, Unknown) and one.meets for one in ways):
         return  # below one switch it works as it is
     state = machine.host.relaxed_p2p
-    loads = _best(trusted(machine.curves), LOAD, "copy", at_once=False)
-    if loads is not None:
+    if _pairs_alone(machine, LOAD):
         return  # measured: the check of kernels against copies says all
     if state is True:
         yield Finding(_REGISTRY, Level.OK, "the driver is told to take peer access at root ports",
@@ -145,17 +144,18 @@ def registry(patient: Patient) -> Iterator[Finding]:
 
 
 def kernels(patient: Patient) -> Iterator[Finding]:
-    """Copy engines may be fast where loads and stores of kernels go through host memory."""
-    curves = trusted(patient.machine.curves)
-    engine = _best(curves, COPY, "copy", at_once=False)
-    if engine is None:
-        return
+    """Copy engines may be fast where loads and stores of kernels go through host memory. Of the
+    pair for which they are worst."""
+    copies = _pairs_alone(patient.machine, COPY)
     for means in (LOAD, STORE):
-        known = _best(curves, means, "copy", at_once=False)
-        if known is None:
+        moved = _pairs_alone(patient.machine, means)
+        shares = {pair: moved[pair] / copies[pair] for pair in moved.keys() & copies.keys()}
+        if not shares:
             continue
-        share = known / engine
-        evidence = f"{means} {_gb(known)}, copy engine {_gb(engine)}, one pair alone"
+        share, pair = min((share, pair) for pair, share in shares.items())
+        known, engine = moved[pair], copies[pair]
+        between = f"from GPU {pair[0]} to {pair[1]} alone"
+        evidence = f"{means} {_gb(known)}, copy engine {_gb(engine)}, {between}"
         if share >= _SLOW_KERNELS:
             yield Finding(_KERNELS, Level.OK, f"{means}s reach {share:.0%} of copies", evidence)
             continue
@@ -355,13 +355,13 @@ def latency(patient: Patient) -> Iterator[Finding]:
     )
 
 
-def _best(curves: Sequence[Curve], means: str, operation: str, at_once: bool) -> float | None:
-    rates = [
-        _rate(c)
-        for c in curves
-        if c.means == means and c.operation == operation and c.at_once is at_once
-    ]
-    return max(rates, default=None)
+def _pairs_alone(machine: Machine, means: str) -> dict[tuple[int, ...], float]:
+    """Bytes a second of copies between two cards while nobody else sends."""
+    return {
+        c.gpus: _rate(c)
+        for c in trusted(machine.curves)
+        if (c.means, c.operation, c.at_once) == (means, "copy", False)
+    }
 
 
 def _rate(curve: Curve) -> float:
