@@ -83,8 +83,8 @@ class Loop:
         self._flights: deque[tuple[Step, Results, float]] = deque()  # and when each was begun
         self._done_s = 0.0
         self._failures_in_a_row = 0
-        # No conditions: an interrupt of the main thread between the bytecodes of one leaves the lock
-        # taken, or the next call to somebody who does not wait any more.
+        # No conditions: an interrupt of the main thread between bytecodes of one leaves the lock
+        # taken, or gives the next call to somebody who does not wait any more.
         self._lock = threading.Lock()
         self._work: SimpleQueue[None] = SimpleQueue()  # the engine thread waits for it
         self._news: SimpleQueue[None] = SimpleQueue()  # the consumer of events waits for it
