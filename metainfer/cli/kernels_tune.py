@@ -198,8 +198,9 @@ def _subject(options: TuneOptions, plan: Plan | None, on: Platform, machine: Mac
     from metainfer.ops.uses import uses_of
     from metainfer.plan.plan import plain_dtype
 
-    model, ranks = options.model or SHIPPED_MODEL, options.tensor_parallel_size
+    model, ranks, expert = options.model or SHIPPED_MODEL, options.tensor_parallel_size, 1
     if plan is not None:
+        expert = plan.expert_parallel_size.value if ranks is None else 1
         formats = _formats(plan)
         ranks = ranks or plan.tensor_parallel_size.value
         order, chunk = plan.kernel_order.value, plan.max_num_batched_tokens.value
@@ -211,7 +212,7 @@ def _subject(options: TuneOptions, plan: Plan | None, on: Platform, machine: Mac
         plain = (formats["latents"], formats["index_keys"], formats["dtype"])
         threads = machine.cpu.physical_cores if on.device == "cpu" else 0
         conditions = Conditions(plain_dtype(*plain), threads)
-    uses = uses_of(model, ranks or 1, options.part or "", **formats)
+    uses = uses_of(model, ranks or 1, options.part or "", **formats, expert=expert)
     # What layers bind; of a model that is not served, whatever there is.
     served = tuple(use for use in uses if use.served)
     return _Subject(served or uses, order, chunk, conditions)

@@ -123,12 +123,14 @@ def run(terminal: Terminal, options: VerifyOptions) -> int:
         check_place(options.out, "--out")
     on = platform(options.device, options.code_for)
     machine = probe()
-    ranks = options.tensor_parallel_size or (plan.tensor_parallel_size.value if plan else 1)
+    ranks, expert = options.tensor_parallel_size or 1, 1
+    if plan is not None and options.tensor_parallel_size is None:
+        ranks, expert = plan.tensor_parallel_size.value, plan.expert_parallel_size.value
     order = plan.kernel_order.value if plan else ""
     on.registry.check_order(order)
     sizes = sizes_for(options, on.device)
     forms = forms_of(options.model or SHIPPED_MODEL, on.device, plan)
-    checks = checks_for(options, sizes, ranks, **forms)
+    checks = checks_for(options, sizes, ranks, expert=expert, **forms)
     where = Where(
         on.device,
         options.code_for,
@@ -235,7 +237,7 @@ def forms_of(model: str, device: str, plan: Plan | None) -> dict[str, str]:
 
 
 def checks_for(
-    options: VerifyOptions, sizes: Sizes, ranks: int, dtype: str, **formats: str
+    options: VerifyOptions, sizes: Sizes, ranks: int, dtype: str, expert: int = 1, **formats: str
 ) -> list[Check]:
     """All checks at some sizes; `formats`: as of `ops.uses.uses_of`."""
     from metainfer.arch.families import read_attention
@@ -246,7 +248,7 @@ def checks_for(
     model = options.model or SHIPPED_MODEL
     uses = [
         (use.op, use.case, phase)
-        for use in uses_of(model, ranks, options.part or "", dtype, **formats)
+        for use in uses_of(model, ranks, options.part or "", dtype, **formats, expert=expert)
         if use.op in LOADED
         for phase in use.phases
     ]

@@ -23,6 +23,7 @@ def uses_of(
     activations: str = "plain",
     latents: str = "",
     index_keys: str = "",
+    expert: int = 1,
 ) -> tuple[Use, ...]:
     """Uses of one of `ranks` ranks of a model: those that its layers bind first, then other forms.
 
@@ -33,6 +34,7 @@ def uses_of(
         activations: as of `served_uses`.
         latents, index_keys: formats of caches as a plan calls them (`ops.cache_formats`); "" for
             plain numbers.
+        expert: parts of the ranks over which experts are dealt.
 
     Raises:
         UserError, CheckpointError: there is no such model or part, or `ranks` does not divide it.
@@ -51,6 +53,7 @@ def uses_of(
                 dtype,
                 activations,
                 cache_formats(arch, latents or dtype, index_keys or dtype),
+                expert=expert,
             ),
             *sampling_uses(arch.vocab_size),
         )

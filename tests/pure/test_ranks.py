@@ -8,14 +8,17 @@ from pathlib import Path
 import pytest
 
 from metainfer.arch.families import read_arch
+from metainfer.arch.stages import stage_of
 from metainfer.core.errors import UserError
 from metainfer.hardware.binding import cores_of, deal_cores
 from metainfer.hardware.machine import Gpu, NumaNode
 from metainfer.ops.base import Target
+from metainfer.ops.cache_formats import cache_formats
 from metainfer.ops.capabilities import Capabilities
 from metainfer.ops.catalogue import OPS
 from metainfer.plan.build import CPU, build_plan
 from metainfer.plan.graphs import graphs_switch
+from metainfer.plan.ledger import block_bytes, state_bytes, weights_bytes
 from metainfer.plan.plan import Plan
 from metainfer.plan.settings import EngineSettings
 from tests.fakes.machines import GIB, make_machine
@@ -70,6 +73,68 @@ def test_the_fullest_gpu_decides():
     free = plan(target, (CARD,) * 4, tensor_parallel_size=4)
     with_less = plan(target, (CARD, CARD, used, CARD), tensor_parallel_size=4)
     assert with_less.num_blocks.value < free.num_blocks.value
+
+
+def test_a_stage_holds_its_layers_alone():
+    """The ledger is that of the stage that needs most: here the last one, with a layer more."""
+    one = plan(max_model_len=4096)
+    two = plan(max_model_len=4096, pipeline_parallel_size=2)
+    stages = [stage_of(number, 2, FLASH.num_layers) for number in range(2)]
+    formats = "quantised", one.compute_dtype.value
+    weights = [weights_bytes(FLASH, *formats, stage=stage) for stage in stages]
+    assert sum(weights) == one.weights_bytes.value
+    assert two.weights_bytes.value == max(weights) == weights[1]
+    caches = cache_formats(FLASH, one.cache_dtype.value, one.index_cache_dtype.value)
+    rings = [state_bytes(FLASH, 1, caches, 0, stage.layers) for stage in stages]
+    assert sum(rings) * one.max_num_seqs.value == one.state_bytes.value
+    assert two.state_bytes.value == rings[1] * two.max_num_seqs.value
+    blocks = [block_bytes(FLASH, caches, stage.layers) for stage in stages]
+    assert sum(blocks) == block_bytes(FLASH, caches)
+    assert "layers 21 to 42, quantised, on stage 2 of 2" in two.weights_bytes.reason
+    assert (two.ranks, two.threads.value) == (2, one.threads.value // 2)
+    assert (one.steps_ahead, two.steps_ahead) == (0, 1)
+
+
+def test_the_last_stage_has_rank_0():
+    cards = plan(
+        Target("cuda", (12, 0)), (CARD,) * 8, tensor_parallel_size=4, pipeline_parallel_size=2
+    )
+    assert cards.ranks == 8 and cards.steps_ahead == 2
+    places = [cards.place_of(rank, 43) for rank in range(8)]
+    assert [(stage.number, place) for stage, place in places] == [
+        (1, 0), (1, 1), (1, 2), (1, 3), (0, 0), (0, 1), (0, 2), (0, 3),
+    ]  # fmt: skip
+    assert cards.of_rank(7).device.value == "cuda:7"
+    with pytest.raises(UserError, match="a model on 16 ranks asks for 16 GPUs, and there are 8"):
+        plan(Target("cuda", (12, 0)), (CARD,) * 8, tensor_parallel_size=4, pipeline_parallel_size=4)
+
+
+def test_experts_are_dealt_whole_or_in_slices():
+    sliced = plan(max_model_len=4096, tensor_parallel_size=4)
+    for flags, parts in (({"enable_expert_parallel": True}, 4), ({"expert_parallel_size": 2}, 2)):
+        dealt = plan(max_model_len=4096, tensor_parallel_size=4, **flags)
+        assert dealt.expert_parallel_size.value == parts
+        assert dealt.weights_bytes.value == sliced.weights_bytes.value  # as much, but other parts
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ({"expert_parallel_size": 2}, "experts cannot be dealt over 2 parts of 1 ranks"),
+        (
+            {"tensor_parallel_size": 4, "expert_parallel_size": 3},
+            "experts cannot be dealt over 3 parts of 4 ranks",
+        ),
+        (
+            {"tensor_parallel_size": 4, "expert_parallel_size": 2, "enable_expert_parallel": True},
+            "deals experts over all 4 ranks of a stage, and --expert-parallel-size 2 over 2 parts",
+        ),
+        ({"pipeline_parallel_size": 44}, "asks for more stages than the 43 layers"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(flags, sentence):
+    with pytest.raises(UserError, match=sentence):
+        plan(**flags)
 
 
 def test_ranks_that_wait_on_the_host_have_no_graphs():
