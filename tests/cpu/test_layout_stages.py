@@ -34,13 +34,16 @@ def quantised(tmp_path_factory: pytest.TempPathFactory) -> RandomModel:
 
 
 def of_rank(
-    model: RandomModel, group: Group | None = None, context: int = 1, stages: int = 1
+    model: RandomModel,
+    group: Group | None = None,
+    context: int = 1,
+    stages: int = 1,
+    **more: str,
 ) -> list[torch.Tensor]:
     """Prompts in chunks, of which only some rows are wanted; then some decode, in a step of fixed
     shape too; one loses its cache and is computed again."""
-    loaded = load_model(
-        model.directory, model.arch, kernel_order="", group=group, context=context, stages=stages
-    )
+    ranks = {"group": group, "context": context, "stages": stages}
+    loaded = load_model(model.directory, model.arch, **{"kernel_order": "", **ranks, **more})
     driver = Driver(loaded, model.arch)
     found = [driver.run(model.tokens(259, seed=1)), driver.run(model.tokens(400, seed=2), 143, 5)]
     tokens = model.tokens(150, seed=3)
@@ -90,6 +93,16 @@ def test_stages_give_the_logits_of_one_rank(
         assert of_last[0][number].shape == expected.shape
         assert bool(((of_last[0][number] - expected).abs() < TOLERANCE).all()), number
         assert all(torch.equal(other[number], of_last[0][number]) for other in of_last)
+
+
+def test_stages_of_rounded_rows_give_the_bits_of_one_rank(quantised: RandomModel) -> None:
+    """What the last sublayer of a stage gave is written before it is handed on; on one rank the
+    next one writes it while it reads."""
+    more = {"activations": "fp8", "kernel_order": "*=reference"}
+    expected = of_rank(quantised, **more)
+    found = run_ranks(virtual_groups(2), lambda group: of_rank(quantised, group, stages=2, **more))
+    for ours, theirs in zip(found[0], expected, strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def test_a_stage_has_its_part_of_weights_and_caches_only(plain: RandomModel) -> None:

@@ -44,6 +44,18 @@ def test_uses_are_what_the_model_binds(arch: Arch, ranks: int, activations: str)
     assert {(use.op, use.case): use.times for use in uses} == dict(bound)
 
 
+@pytest.mark.parametrize("activations", ACTIVATIONS)
+@pytest.mark.parametrize("expert", [2, 8])
+def test_uses_of_dealt_experts_are_what_the_model_binds(expert: int, activations: str) -> None:
+    arch = MODELS["deepseek-v4-flash"][0]
+    model = build_shapes(arch, 8, activations=activations, expert=expert)
+    uses = served_uses(arch, 8, activations=activations, expert=expert)
+    bound = {(kernel.op, kernel.case) for kernel in model.kernels}
+    assert {(use.op, use.case) for use in uses} == bound
+    (experts,) = (case for op, case in bound if op.startswith("moe.experts"))
+    assert (experts.experts, experts.inner) == (256 // expert, 2048 * expert // 8)
+
+
 def test_uses_in_fp32_are_what_the_model_binds() -> None:
     arch = tiny_arch()
     bound = {(kernel.op, kernel.case) for kernel in build_shapes(arch, 1, torch.float32).kernels}

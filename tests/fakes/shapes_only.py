@@ -27,6 +27,7 @@ def build_shapes(
     registry: Registry | None = None,
     target: Target = CPU,
     kernel_order: str = "",
+    expert: int = 1,
 ) -> DeepseekV4:
     """The model of one of `size` ranks, all of whose kernels are references where no registry is
     given."""
@@ -34,11 +35,12 @@ def build_shapes(
     with torch.device("meta"):
         return DeepseekV4(
             arch,
-            ShapesOnly(arch, size),
+            ShapesOnly(arch, size, expert=expert),
             registry=registry or Registry(BACKENDS),
             target=target,
             kernel_order=kernel_order if registry else "*=reference",
             group=group,
+            expert=expert,
             device=torch.device("meta"),
             compute_dtype=dtype,
             activations=activations,
