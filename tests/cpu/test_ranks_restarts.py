@@ -21,6 +21,8 @@ from tests.fakes.random_models import HARD, RandomModel, layers, random_model
 from tests.fakes.rank_engines import Asked, ask, engine_restarts, noted_ranks, pair
 from tests.fakes.serving import wait_for
 
+STAGES = {"tensor_parallel_size": 1, "pipeline_parallel_size": 2}
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> RandomModel:
@@ -77,13 +79,18 @@ def test_a_rank_that_stands_still_is_named_and_started_anew(
         assert ask(engine, model).token_ids == before.token_ids
 
 
+@pytest.mark.parametrize("flags", [{}, STAGES], ids=["heads", "stages"])
 def test_ranks_that_are_killed_at_random_moments(
-    monkeypatch: pytest.MonkeyPatch, model: RandomModel, born: list[int], kills: int
+    monkeypatch: pytest.MonkeyPatch,
+    model: RandomModel,
+    born: list[int],
+    kills: int,
+    flags: dict[str, int],
 ) -> None:
     """While they compute, while they wait, while they load: every request ends, and the last one
     as if nothing had been."""
     luck = random.Random(kills)
-    with pair(model) as engine:
+    with pair(model, **flags) as engine:
         monkeypatch.setattr(engine_restarts(engine), "_pauses_s", (0.0,) * 1000)
         before = ask(engine, model)
         for _ in range(kills):

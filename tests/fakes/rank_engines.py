@@ -40,7 +40,7 @@ def noted_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 def pair(model: RandomModel, **flags) -> Engine:
-    return load_engine(model, tensor_parallel_size=2, max_num_seqs=2, **flags)
+    return load_engine(model, **{"tensor_parallel_size": 2, "max_num_seqs": 2, **flags})
 
 
 def ask(engine: Engine, model: RandomModel, params: SamplingParams = GOOD) -> Result:
