@@ -84,7 +84,8 @@ class Runner(Generic[C]):
         self._cache = cache
         self._sampler = sampler
         self._eos_token_ids = eos_token_ids
-        self._batch = BatchBuilder(num_slots, max_blocks, device, sampler.last_tokens_S)
+        last_tokens_S = sampler.last_tokens_S if draws else None
+        self._batch = BatchBuilder(num_slots, max_blocks, device, last_tokens_S)
         self._slice_rows = max(1, PROMPT_LOGITS_BYTES // (4 * vocab_size))
         self._states: dict[str, SequenceSampling] = {}
         self.draws = draws
