@@ -44,8 +44,9 @@ class Stage:
 
 @cache
 def stage_layers(layers: int, stages: int) -> tuple[range, ...]:
-    """Layers of each stage of a pipeline, as even as they go; the last stage never has fewer."""
-    bounds = [layers * stage // stages for stage in range(stages + 1)]
+    """Layers of each stage of a pipeline, as even as they go. Layers cost nearly the same; the last
+    stage, which has the head as well, never has more of them than others."""
+    bounds = [-(-layers * stage // stages) for stage in range(stages + 1)]
     return tuple(range(low, high) for low, high in pairwise(bounds))
 
 

@@ -76,21 +76,21 @@ def test_the_fullest_gpu_decides():
 
 
 def test_a_stage_holds_its_layers_alone():
-    """The ledger is that of the stage that needs most: here the last one, with a layer more."""
+    """The ledger is that of the stage that needs most: here the first one, with a layer more."""
     one = plan(max_model_len=4096)
     two = plan(max_model_len=4096, pipeline_parallel_size=2)
     stages = [stage_of(number, 2, FLASH.num_layers) for number in range(2)]
     formats = "quantised", one.compute_dtype.value
     weights = [weights_bytes(FLASH, *formats, stage=stage) for stage in stages]
     assert sum(weights) == one.weights_bytes.value
-    assert two.weights_bytes.value == max(weights) == weights[1]
+    assert two.weights_bytes.value == max(weights) == weights[0]
     caches = cache_formats(FLASH, one.cache_dtype.value, one.index_cache_dtype.value)
     rings = [state_bytes(FLASH, 1, caches, 0, stage.layers) for stage in stages]
     assert sum(rings) * one.max_num_seqs.value == one.state_bytes.value
-    assert two.state_bytes.value == rings[1] * two.max_num_seqs.value
+    assert two.state_bytes.value == rings[0] * two.max_num_seqs.value
     blocks = [block_bytes(FLASH, caches, stage.layers) for stage in stages]
     assert sum(blocks) == block_bytes(FLASH, caches)
-    assert "layers 21 to 42, quantised, on stage 2 of 2" in two.weights_bytes.reason
+    assert "layers 0 to 21, quantised, on stage 1 of 2" in two.weights_bytes.reason
     assert (two.ranks, two.threads.value) == (2, one.threads.value // 2)
     assert (one.steps_ahead, two.steps_ahead) == (0, 1)
 
