@@ -37,6 +37,8 @@ soak: $(READY)  ## compile every attention kernel for every model, layout and ca
 	for model in deepseek-v4-flash deepseek-v4.1-flash deepseek-v3.2 glm-5.3; do \
 	  $(PY) -m metainfer kernels coverage $$model --tensor-parallel-size 1 4 8 --part attention || exit 1; \
 	done
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile -m soak tests/cpu
+	OMP_NUM_THREADS=1 $(PY) -m pytest tests/soak
 	OMP_NUM_THREADS=1 $(PY) -m pytest tests/cpu/test_ranks_restarts.py -k random_moments --kills 500 --timeout 20000
 
 check: $(READY)  ## lint, format, types, layers, generated docs

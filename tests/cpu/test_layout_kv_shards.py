@@ -126,7 +126,7 @@ def alone(plain: RandomModel, quantised: RandomModel) -> dict[str, list[torch.Te
     ("name", "ranks", "context", "kv_shards"),
     [
         ("plain", 2, 1, 2),
-        ("quantised", 4, 1, 4),
+        pytest.param("quantised", 4, 1, 4, marks=pytest.mark.soak),
         ("plain", 4, 1, 2),
         ("quantised", 2, 2, 2),
     ],

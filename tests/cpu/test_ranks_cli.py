@@ -73,7 +73,9 @@ def session_of(leader: int) -> set[int]:
     return found
 
 
-@pytest.mark.parametrize("how", ["ctrl-c", "terminate", "kill"])
+@pytest.mark.parametrize(
+    "how", ["ctrl-c", pytest.param("terminate", marks=pytest.mark.soak), "kill"]
+)
 def test_a_server_of_two_ranks_answers_and_leaves_nobody(model: str, how: str) -> None:
     with server(model) as (process, url):
         ask = {

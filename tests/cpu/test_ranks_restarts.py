@@ -66,6 +66,7 @@ def test_a_rank_that_is_killed_is_started_anew_while_requests_wait(
     assert len(born) == 2
 
 
+@pytest.mark.soak
 def test_a_rank_that_stands_still_is_named_and_started_anew(
     monkeypatch: pytest.MonkeyPatch, model: RandomModel, born: list[int]
 ) -> None:
@@ -110,6 +111,7 @@ def test_ranks_that_are_killed_at_random_moments(
     assert len(born) > 1
 
 
+@pytest.mark.soak
 def test_an_idle_engine_whose_rank_ends_too_often_stops_with_a_sentence(
     monkeypatch: pytest.MonkeyPatch, model: RandomModel, born: list[int]
 ) -> None:
@@ -123,6 +125,7 @@ def test_an_idle_engine_whose_rank_ends_too_often_stops_with_a_sentence(
             ask(engine, model)
 
 
+@pytest.mark.soak
 def test_an_engine_is_closed_while_a_rank_is_started_anew(
     model: RandomModel, born: list[int]
 ) -> None:

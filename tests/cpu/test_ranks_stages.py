@@ -128,6 +128,7 @@ def test_a_stage_that_fails_is_named_and_the_next_step_works(
     assert len(born) == 1
 
 
+@pytest.mark.soak
 def test_a_stage_that_ends_is_started_anew(
     monkeypatch: pytest.MonkeyPatch, model: RandomModel, born: list[int]
 ) -> None:
