@@ -75,7 +75,7 @@ class MixtureOfExperts:
     def _bind_experts(self, build: LayerBuilder, prefix: str) -> None:
         arch = build.arch
         own = build.placement.own_experts(arch.num_experts)
-        self._first_expert = own.start
+        self._first_expert = own.start  # what is outside of `own` is no expert here
         w1, w2, w3 = build.checkpoint.experts(prefix, own, build.device)
         weight_format, _, block = weight_tensors(w1)
         inner = w1.shape[1]
@@ -128,15 +128,13 @@ class MixtureOfExperts:
         ids_TK, weights_TK = self._route(x.plain, *hashed, step.padding_T1)
         inputs = x.coded if self._coded else (x.plain,)
         if step.shares is None:
-            y_TD: torch.Tensor = self._experts(*inputs, self._own(ids_TK), weights_TK)
+            own_TK = ids_TK - self._first_expert if self._first_expert else ids_TK
+            y_TD: torch.Tensor = self._experts(*inputs, own_TK, weights_TK)
             return y_TD
-        *rows, all_TK, weights_TK = step.shares.gather_rows(*inputs, ids_TK, weights_TK)
-        partial_TD = self._experts(*rows, self._own(all_TK), weights_TK)
+        # Rows that a rank lacks come as zeros, which must be no expert.
+        *rows, after_TK, weights_TK = step.shares.gather_rows(*inputs, ids_TK + 1, weights_TK)
+        partial_TD = self._experts(*rows, after_TK - (1 + self._first_expert), weights_TK)
         return step.shares.scatter_sums(partial_TD.to(self._dtype), len(ids_TK))
-
-    def _own(self, ids_TK: torch.Tensor) -> torch.Tensor:
-        """As numbers of this rank's experts; all others are outside of these."""
-        return ids_TK - self._first_expert if self._first_expert else ids_TK
 
 
 def _shared_experts(build: LayerBuilder, prefix: str) -> tuple[SharedExpert, SharedExpert | None]:
