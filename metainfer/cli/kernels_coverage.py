@@ -175,11 +175,11 @@ def _reports(
         kv_cache_dtype=options.kv_cache_dtype, index_cache_dtype=options.index_cache_dtype
     )
     latents, keys = (dtype.value for dtype in cache_dtypes(given, "bfloat16"))
-    caches = {"latents": latents, "index_keys": keys}
     uses = {
         # What a GPU binds, which rounds rows of quantised matrices, and the forms without.
         ranks: merged(
-            uses_of(model, ranks, part, activations="fp8", **caches), uses_of(model, ranks, part)
+            uses_of(model, ranks, part, activations="fp8", latents=latents, index_keys=keys),
+            uses_of(model, ranks, part),
         )
         for ranks in options.tensor_parallel_sizes
     }
