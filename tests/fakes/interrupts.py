@@ -34,8 +34,7 @@ def interrupted_at(number: int, run: Callable[[], object]) -> bool:
         return trace_from(0)(frame, event, argument)
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    gc.collect()  # Python drops what is raised while leavings of other tests are finalised
-    gc.disable()
+    gc.disable()  # Python drops what is raised while leavings of other tests are finalised
     sys.settrace(trace)
     try:
         run()
