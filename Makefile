@@ -28,7 +28,7 @@ demo: $(READY)  ## serve the shipped model, ask it, measure it against transform
 	$(PY) -m metainfer.cli.demo
 
 test: $(READY)  ## all tests that need no GPU, on two cores
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile tests/pure tests/cpu
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/cpu tests/pure
 
 test-gpu: $(READY)  ## the tests that need a GPU (CODE=sm_89: with the code of that card)
 	$(PY) -m pytest tests/gpu $(if $(CODE),--as $(CODE))
