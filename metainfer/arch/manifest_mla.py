@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from metainfer.arch.attention_sides import V32_FAMILY
 from metainfer.arch.shapes import DraftShape, ModelShape
-from metainfer.arch.tensors import TensorSpec, matrix
+from metainfer.arch.tensors import TensorSpec, linear, matrix
 from metainfer.core.dtypes import DType
 
 _PLAIN = DType.BF16
@@ -46,21 +46,23 @@ def _attention(shape: ModelShape, prefix: str, chooses: bool) -> Iterator[Tensor
     for norm in ("input_layernorm", "post_attention_layernorm"):
         yield TensorSpec(f"{prefix}{norm}.weight", _PLAIN, (width,))
     own = f"{prefix}self_attn."
-    yield from _linear(shape, f"{own}q_a_proj", side.q_rank, width)
+    yield from linear(shape.quantisation, f"{own}q_a_proj", side.q_rank, width)
     yield TensorSpec(f"{own}q_a_layernorm.weight", _PLAIN, (side.q_rank,))
-    yield from _linear(shape, f"{own}q_b_proj", heads * side.query_width, side.q_rank)
-    yield from _linear(shape, f"{own}kv_a_proj_with_mqa", side.key_width, width)
+    yield from linear(shape.quantisation, f"{own}q_b_proj", heads * side.query_width, side.q_rank)
+    yield from linear(shape.quantisation, f"{own}kv_a_proj_with_mqa", side.key_width, width)
     yield TensorSpec(f"{own}kv_a_layernorm.weight", _PLAIN, (latent,))
-    yield from _linear(shape, f"{own}kv_b_proj", heads * (nope + side.output_width), latent)
-    yield from _linear(shape, f"{own}o_proj", width, heads * side.output_width)
+    yield from linear(
+        shape.quantisation, f"{own}kv_b_proj", heads * (nope + side.output_width), latent
+    )
+    yield from linear(shape.quantisation, f"{own}o_proj", width, heads * side.output_width)
     if chooses:
         yield from _indexer(shape, f"{own}indexer.")
 
 
 def _indexer(shape: ModelShape, prefix: str) -> Iterator[TensorSpec]:
     side, index = shape.side, shape.side.indexer
-    yield from _linear(shape, f"{prefix}wq_b", index.heads * index.width, side.q_rank)
-    yield from _linear(shape, f"{prefix}wk", index.width, side.hidden_size)
+    yield from linear(shape.quantisation, f"{prefix}wq_b", index.heads * index.width, side.q_rank)
+    yield from linear(shape.quantisation, f"{prefix}wk", index.width, side.hidden_size)
     for name in ("weight", "bias"):
         yield TensorSpec(f"{prefix}k_norm.{name}", _PLAIN, (index.width,))
     yield TensorSpec(f"{prefix}weights_proj.weight", _PLAIN, (index.heads, side.hidden_size))
@@ -69,8 +71,8 @@ def _indexer(shape: ModelShape, prefix: str) -> Iterator[TensorSpec]:
 def _network(shape: ModelShape, prefix: str, inner: int) -> Iterator[TensorSpec]:
     width = shape.side.hidden_size
     for name in ("gate_proj", "up_proj"):
-        yield from _linear(shape, f"{prefix}{name}", inner, width)
-    yield from _linear(shape, f"{prefix}down_proj", width, inner)
+        yield from linear(shape.quantisation, f"{prefix}{name}", inner, width)
+    yield from linear(shape.quantisation, f"{prefix}down_proj", width, inner)
 
 
 def _experts(shape: ModelShape, prefix: str, listed: int) -> Iterator[TensorSpec]:
@@ -98,7 +100,3 @@ def _draft(shape: ModelShape, draft: DraftShape, listed: int) -> Iterator[Tensor
         if shape.side.family == V32_FAMILY:  # its files hold embedding and head a second time
             for name in ("embed_tokens", "shared_head.head"):
                 yield TensorSpec(f"{prefix}{name}.weight", _PLAIN, (shape.vocab_size, width))
-
-
-def _linear(shape: ModelShape, prefix: str, rows: int, columns: int) -> Iterator[TensorSpec]:
-    return matrix(shape.quantisation, prefix, shape.quantisation.linear, rows, columns)

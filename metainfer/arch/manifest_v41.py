@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from metainfer.arch.attention import AttentionLayer
 from metainfer.arch.manifest import MTP_PREFIX
 from metainfer.arch.shapes import ENGRAM_BLOCK, DraftShape, ModelShape, VisionShape
-from metainfer.arch.tensors import TensorSpec, matrix
+from metainfer.arch.tensors import TensorSpec, linear, matrix
 from metainfer.core.dtypes import DType
 
 _PLAIN = DType.BF16
@@ -58,13 +58,13 @@ def _attention(shape: ModelShape, prefix: str) -> Iterator[TensorSpec]:
     side = shape.side
     heads = side.heads * side.query_width
     grouped = side.output_groups * side.output_rank
-    yield from _linear(shape, f"{prefix}wq_a", side.q_rank, side.hidden_size)
+    yield from linear(shape.quantisation, f"{prefix}wq_a", side.q_rank, side.hidden_size)
     yield TensorSpec(f"{prefix}q_norm.weight", _PLAIN, (side.q_rank,))
-    yield from _linear(shape, f"{prefix}wq_b", heads, side.q_rank)
-    yield from _linear(shape, f"{prefix}wkv", side.value_width, side.hidden_size)
+    yield from linear(shape.quantisation, f"{prefix}wq_b", heads, side.q_rank)
+    yield from linear(shape.quantisation, f"{prefix}wkv", side.value_width, side.hidden_size)
     yield TensorSpec(f"{prefix}kv_norm.weight", _PLAIN, (side.value_width,))
-    yield from _linear(shape, f"{prefix}wo_a", grouped, heads // side.output_groups)
-    yield from _linear(shape, f"{prefix}wo_b", side.hidden_size, grouped)
+    yield from linear(shape.quantisation, f"{prefix}wo_a", grouped, heads // side.output_groups)
+    yield from linear(shape.quantisation, f"{prefix}wo_b", side.hidden_size, grouped)
     yield TensorSpec(f"{prefix}attn_sink", DType.F32, (side.heads,))
 
 
@@ -81,7 +81,7 @@ def _sources(shape: ModelShape, prefix: str, layer: AttentionLayer) -> Iterator[
         yield TensorSpec(f"{prefix}indexer.k_norm.weight", _PLAIN, (index.width,))
     if layer.owns_queries:
         rows = index.heads * index.width
-        yield from _linear(shape, f"{prefix}indexer.wq_b", rows, side.q_rank)
+        yield from linear(shape.quantisation, f"{prefix}indexer.wq_b", rows, side.q_rank)
         yield TensorSpec(f"{prefix}indexer.weights_proj.weight", _PLAIN, (index.heads, width))
 
 
@@ -109,7 +109,7 @@ def _engram(shape: ModelShape, layer: int, prefix: str) -> Iterator[TensorSpec]:
     yield TensorSpec(f"{prefix}embed.scale", DType.F8_E8M0, (rows, engram.width // ENGRAM_BLOCK))
     # A key for each stream, and one value.
     outputs, inputs = (streams + 1) * side.hidden_size, engram.rows_per_token * engram.width
-    yield from _linear(shape, f"{prefix}wkv", outputs, inputs)
+    yield from linear(shape.quantisation, f"{prefix}wkv", outputs, inputs)
     for name in ("q_weight", "k_weight"):
         yield TensorSpec(f"{prefix}{name}", _PLAIN, (streams, side.hidden_size))
 
@@ -121,7 +121,7 @@ def _draft(shape: ModelShape, draft: DraftShape, every_expert: bool) -> Iterator
         prefix = f"{MTP_PREFIX}{index}."
         yield from _block(shape, prefix, AttentionLayer(index), listed, draft.experts)
         if index == 0:
-            yield from _linear(shape, f"{prefix}main_proj", width, draft.inputs * width)
+            yield from linear(shape.quantisation, f"{prefix}main_proj", width, draft.inputs * width)
             yield TensorSpec(f"{prefix}main_norm.weight", _PLAIN, (width,))
     yield TensorSpec(f"{prefix}norm.weight", _PLAIN, (width,))
     for name in ("embed", "head"):
@@ -146,7 +146,3 @@ def _vision(hidden: int, tower: VisionShape) -> Iterator[TensorSpec]:
     yield TensorSpec("aligner.w2.weight", _PLAIN, (hidden, hidden))
     for name in ("image_start", "image_end", "image_newline", "image_pad"):
         yield TensorSpec(name, _PLAIN, (hidden,))
-
-
-def _linear(shape: ModelShape, prefix: str, rows: int, columns: int) -> Iterator[TensorSpec]:
-    return matrix(shape.quantisation, prefix, shape.quantisation.linear, rows, columns)

@@ -50,3 +50,10 @@ def matrix(
 
 NVFP4_GROUP = 16
 """Columns that share a scale of NVFP4."""
+
+
+def linear(
+    quantisation: Quantisation, prefix: str, rows: int, columns: int
+) -> Iterator[TensorSpec]:
+    """`matrix` in the format of linear layers."""
+    return matrix(quantisation, prefix, quantisation.linear, rows, columns)

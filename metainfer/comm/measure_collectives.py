@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from metainfer.comm.payload import small_numbers
-from metainfer.core.errors import MetainferError
+from metainfer.core.errors import MetainferError, first_line
 
 _LIMIT_S = 20.0
 _ELEMENT_BYTES = 2  # bf16
@@ -62,7 +62,7 @@ class Collectives:
         except (RuntimeError, ValueError) as error:
             self._gpus = gpus if dist.is_initialized() else ()
             self.leave()
-            raise MetainferError(f"{self._library}: {_first_line(error)}") from error
+            raise MetainferError(f"{self._library}: {first_line(error)}") from error
         self._gpus = gpus
 
     def leave(self) -> None:
@@ -116,7 +116,3 @@ def _run(operation: str, given: torch.Tensor, taken: torch.Tensor) -> None:
 
 def _current_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

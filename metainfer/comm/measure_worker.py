@@ -13,7 +13,7 @@ from typing import Any
 from metainfer.comm.measure_trials import Trial
 from metainfer.comm.measure_ways import Engine, Place, Ways
 from metainfer.comm.processes import die_with_parent
-from metainfer.core.errors import MetainferError
+from metainfer.core.errors import MetainferError, first_line
 
 MakeEngine = Callable[[Place], Engine]
 
@@ -88,7 +88,7 @@ def work(connection: Connection, place: Place, make: MakeEngine) -> None:
         ways = Ways(place, engine)
         connection.send(engine.export())
     except (MetainferError, RuntimeError, OSError) as error:
-        connection.send(Refused(_first_line(error)))
+        connection.send(Refused(first_line(error)))
         return
     while True:
         try:
@@ -112,8 +112,4 @@ def _answer(ways: Ways, order: Order) -> Any:
             order.until_s,
         )  # fmt: skip
     except (MetainferError, RuntimeError, OSError) as error:
-        return Refused(_first_line(error))
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        return Refused(first_line(error))

@@ -50,3 +50,8 @@ class RequestError(UserError):
         self.param = param
         self.code = code
         self.status = status
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of a library says in its first line, or its kind where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -15,7 +15,7 @@ from metainfer.hardware.facts import Unknown
 from metainfer.hardware.machine import Gpu, Machine
 from metainfer.plan.candidates import refusal
 from metainfer.plan.cost.constants import Constants, Profile, read_constants
-from metainfer.plan.cost.phases import TRANSFERS, Phases
+from metainfer.plan.cost.phases import Phases
 from metainfer.plan.cost.predict import Prediction, predict
 from metainfer.plan.layouts import Formats, Layout, Layouts
 from metainfer.plan.workload import Workload, workload_within
@@ -57,11 +57,6 @@ def predicted(
     return predict(
         phases, tensor_layouts(tensor, len(gpus_of(machine))), Formats(), workload_of(shape)
     )
-
-
-def transfers_share(prediction: Prediction) -> float:
-    """Of the time of prefill, what goes into exchanges."""
-    return prediction.prefill.by_group().get(TRANSFERS, 0.0) / prediction.prefill.seconds
 
 
 def told(before: Prediction, after: Prediction, how: str) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from metainfer.core.errors import first_line
 from metainfer.kernels.compare import Poisoned, changed, compare, run
 from metainfer.kernels.inputs.base import Call
 from metainfer.kernels.inputs.load import LOADED
@@ -153,8 +154,7 @@ class Bench:
                     if found:
                         return f"{found} ({load.rows} rows, {load.tokens} tokens)"
         except Exception as error:  # whatever a kernel raises is what is to be reported
-            said = (str(error).splitlines() or [""])[0][:200]
-            return f"{type(error).__name__}: {said}"
+            return f"{type(error).__name__}: {first_line(error)}"
         return ""
 
     def _compared(self, work: Work, candidate: str, load: Load) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from metainfer.core.errors import UserError
+from metainfer.core.errors import UserError, first_line
 from metainfer.kernels.compare import Comparison, Poisoned, changed, compare, run
 from metainfer.kernels.inputs.base import Call
 from metainfer.kernels.inputs.series import draw_one, draw_series
@@ -80,8 +80,7 @@ def check(on: Platform, one: Check, order: str, seed: int, cache_dtype: str = ""
     try:
         found = _compared(on, one, backend, seed, cache_dtype)
     except Exception as error:  # whatever a kernel raises is what is to be reported
-        said = (str(error).splitlines() or [""])[0][:200]
-        outcome = Outcome(backend, torch.inf, f"{type(error).__name__}: {said}")
+        outcome = Outcome(backend, torch.inf, f"{type(error).__name__}: {first_line(error)}")
         if is_out_of_memory(error):
             raise NoRoomError(outcome) from error
         return outcome

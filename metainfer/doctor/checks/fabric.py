@@ -19,6 +19,7 @@ from metainfer.hardware.curves import (
 )
 from metainfer.hardware.facts import Unknown
 from metainfer.hardware.machine import Machine
+from metainfer.hardware.measured import rate_of
 from metainfer.hardware.topology import islands, p2p_everywhere, way
 from metainfer.plan.cost.constants import MEASURED, read_constants
 from metainfer.plan.cost.links import Links
@@ -188,14 +189,14 @@ def collapse(patient: Patient) -> Iterator[Finding]:
             tree = Links(machine, read_constants()).all_to_all(len(curve.gpus), 1)
             yield _held_up(curve, tree, f"{len(curve.gpus)} cards to all others", "links give")
     crossing_roots = {c.means: c for c in curves if c.operation == SEVERAL_ROOTS}
-    others = [_rate(c) for means, c in crossing_roots.items() if means != STORE]
+    others = [rate_of(c) for means, c in crossing_roots.items() if means != STORE]
     if STORE in crossing_roots and others:
         stores = crossing_roots[STORE]
         yield _held_up(stores, max(others), "cards below some roots to others", "loads or copies")
 
 
 def _held_up(curve: Curve, expected: float, where: str, what: str) -> Finding:
-    known = _rate(curve)
+    known = rate_of(curve)
     evidence = (
         f"{curve.means}s of {where} {_gb(known)} a card, {what} {_gb(expected)}; {curve.source}"
     )
@@ -220,8 +221,8 @@ def _held_up(curve: Curve, expected: float, where: str, what: str) -> Finding:
 def pull(patient: Patient) -> Iterator[Finding]:
     """Whether it matters which of two cards starts a copy."""
     curves = trusted(patient.machine.curves)
-    push = {c.gpus: _rate(c) for c in curves if (c.means, c.operation) == (COPY, "copy")}
-    pulled = {c.gpus: _rate(c) for c in curves if (c.means, c.operation) == (COPY, PULL)}
+    push = {c.gpus: rate_of(c) for c in curves if (c.means, c.operation) == (COPY, "copy")}
+    pulled = {c.gpus: rate_of(c) for c in curves if (c.means, c.operation) == (COPY, PULL)}
     both = [(pulled[pair] / push[pair], pair) for pair in pulled if pair in push]
     if not both:
         return
@@ -257,15 +258,15 @@ def crossing(patient: Patient) -> Iterator[Finding]:
         for c in trusted(machine.curves)
         if (c.means, c.operation) == (COPY, "copy") and len(c.gpus) == 2
     ]
-    within = [_rate(c) for c in copies if place_of[c.gpus[0]] == place_of[c.gpus[1]]]
+    within = [rate_of(c) for c in copies if place_of[c.gpus[0]] == place_of[c.gpus[1]]]
     across = [c for c in copies if place_of[c.gpus[0]] != place_of[c.gpus[1]]]
     if not within or not across:
         return
-    slowest = min(across, key=_rate)
-    share = _rate(slowest) / max(within)
+    slowest = min(across, key=rate_of)
+    share = rate_of(slowest) / max(within)
     crowd = "all at once" if slowest.at_once else "alone"
     evidence = (
-        f"{_gb(_rate(slowest))} across ({crowd}), {_gb(max(within))} within; {slowest.source}"
+        f"{_gb(rate_of(slowest))} across ({crowd}), {_gb(max(within))} within; {slowest.source}"
     )
     if share >= _SLOW_CROSSING:
         yield Finding(_CROSSING, Level.OK, f"crossing costs {1 - share:.0%} of the rate", evidence)
@@ -291,14 +292,14 @@ def wire(patient: Patient) -> Iterator[Finding]:
         wired = _wired(machine, curve)
         if wired is None:
             continue
-        share = _rate(curve) / wired
+        share = rate_of(curve) / wired
         shares.append(share)
         if share < _SOUND_LINK:
             yield Finding(
                 _WIRE,
                 Level.WARN,
                 f"copies {_pair(curve)} reach {share:.0%} of their links; 85 to 90 % is usual",
-                f"{_gb(_rate(curve))} of {_gb(wired)} as coded; {curve.source}",
+                f"{_gb(rate_of(curve))} of {_gb(wired)} as coded; {curve.source}",
                 "all that these cards tell each other takes that much longer",
                 "look for replays on the link (nvidia-smi -q, PCIe section: replays since reset),"
                 " switch ASPM off (pcie_aspm=off), ACS off and the IOMMU to pass-through",
@@ -358,14 +359,10 @@ def latency(patient: Patient) -> Iterator[Finding]:
 def _pairs_alone(machine: Machine, means: str) -> dict[tuple[int, ...], float]:
     """Bytes a second of copies between two cards while nobody else sends."""
     return {
-        c.gpus: _rate(c)
+        c.gpus: rate_of(c)
         for c in trusted(machine.curves)
         if (c.means, c.operation, c.at_once) == (means, "copy", False)
     }
-
-
-def _rate(curve: Curve) -> float:
-    return curve.bytes[-1] / curve.seconds[-1]
 
 
 def _crosses(machine: Machine, curve: Curve) -> bool:
