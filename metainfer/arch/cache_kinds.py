@@ -18,9 +18,10 @@ BLOCK_TOKENS = 128
 """Tokens per block: the largest compression ratio, so that every block holds whole entries."""
 
 
-def blocks_for(num_tokens: int) -> int:
-    """Blocks that hold `num_tokens` tokens."""
-    return -(-num_tokens // BLOCK_TOKENS)
+def blocks_for(num_tokens: int, block_tokens: int = BLOCK_TOKENS) -> int:
+    """Blocks that hold `num_tokens` tokens. Where caches are divided over ranks, a block has
+    BLOCK_TOKENS tokens on each, and `block_tokens` in all."""
+    return -(-num_tokens // block_tokens)
 
 
 class Scope(StrEnum):

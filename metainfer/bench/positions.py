@@ -113,7 +113,7 @@ def check_positions(
     Raises UserError if the engine has no room for such a sequence.
     """
     plan, runner = loaded.plan, loaded.runner
-    room = min(plan.max_model_len.value, plan.num_blocks.value * BLOCK_TOKENS)
+    room = min(plan.max_model_len.value, plan.num_blocks.value * plan.block_tokens)
     if tokens >= room:
         raise UserError(
             f"a prompt of {tokens} tokens cannot be checked: the engine has room for {room}",
@@ -125,7 +125,9 @@ def check_positions(
     chunk -= chunk % BLOCK_TOKENS if chunk > BLOCK_TOKENS else 0
     generator = random.Random(f"prompt/{seed}")
     prompt = draw_ids(generator, tokens + 1, loaded.arch.vocab_size)
-    blocks = generator.sample(range(plan.num_blocks.value), blocks_for(tokens + 1))
+    blocks = generator.sample(
+        range(plan.num_blocks.value), blocks_for(tokens + 1, plan.block_tokens)
+    )
     positions = sample_positions(tokens, count, chunk, seed)
     watch.begin(loaded.arch, blocks, positions, tokens, plan.draft_rows.value)
     missed = runner.decode_steps.num_missed if runner.decode_steps is not None else 0

@@ -125,17 +125,17 @@ def profiles(
     most = plan.max_num_batched_tokens.value
     found = []
     on_step(f"prefill of {load.prefill_tokens} tokens")
-    *before, last = _chunks(prompt[: load.prefill_tokens], most)
+    *before, last = _chunks(prompt[: load.prefill_tokens], most, plan.block_tokens)
     for step in before:
         loaded.runner.dry_run(step)
     tokens = load.prefill_tokens
     found.append(_profile(loaded, meter, load, "prefill", last, tokens))
-    for step in _chunks(prompt[: load.decode_context], most):
+    for step in _chunks(prompt[: load.decode_context], most, plan.block_tokens):
         loaded.runner.dry_run(step)
     for batch in load.decode_batches:
         on_step(f"decode of {batch} at {load.decode_context} tokens")
         ids = draw_ids(generator, batch, arch.vocab_size)
-        step = _decode(ids, load.decode_context)
+        step = _decode(ids, load.decode_context, plan.block_tokens)
         found.append(_profile(loaded, meter, load, "decode", step, load.decode_context + 1))
     return found
 
@@ -182,26 +182,28 @@ def _rows(op: str, arguments: tuple[Any, ...]) -> int | None:
     return len(given[0]) if given else None
 
 
-def _chunks(prompt: list[int], most: int) -> list[Step]:
+def _chunks(prompt: list[int], most: int, block_tokens: int) -> list[Step]:
     """The steps of a prefill in slot 0; the first clears it."""
     starts = range(0, len(prompt), most)
     return [
-        _step([_part(0, start, prompt[start : start + most], resets=start == 0)], 0)
+        _step([_part(0, start, prompt[start : start + most], start == 0, block_tokens)], 0)
         for start in starts
     ]
 
 
-def _decode(ids: list[int], context: int) -> Step:
+def _decode(ids: list[int], context: int, block_tokens: int) -> Step:
     """A row of each of so many sequences, which share the blocks of slot 0."""
-    parts = [_part(slot, context, [token], resets=slot > 0) for slot, token in enumerate(ids)]
+    parts = [
+        _part(slot, context, [token], slot > 0, block_tokens) for slot, token in enumerate(ids)
+    ]
     return _step(parts, len(parts))
 
 
-def _part(slot: int, start: int, ids: list[int], resets: bool) -> SequenceStep:
+def _part(slot: int, start: int, ids: list[int], resets: bool, block_tokens: int) -> SequenceStep:
     return SequenceStep(
         request_id=f"profile {slot}",
         state_slot=slot,
-        blocks=tuple(range(blocks_for(start + len(ids)))),
+        blocks=tuple(range(blocks_for(start + len(ids), block_tokens))),
         start=start,
         token_ids=tuple(ids),
         sample_rows=1,

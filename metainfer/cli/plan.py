@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import textwrap
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from metainfer.shipped import SHIPPED_MODEL, model_dir
 
 if TYPE_CHECKING:
     from metainfer.arch.shapes import ModelShape
+    from metainfer.hardware.machine import Machine
     from metainfer.plan.choices import Choices
     from metainfer.plan.proof import CacheProof
 
@@ -176,7 +178,6 @@ def run(terminal: Terminal, options: PlanOptions, formats: FormatFlags) -> int:
 def _plan(options: PlanOptions, formats: FormatFlags) -> tuple[dict[str, Any], str]:
     """The record, and the text."""
     from metainfer.arch.shape_of import read_shape
-    from metainfer.hardware.known import machine_of
     from metainfer.plan.emit import emit
     from metainfer.plan.gains import outlook
     from metainfer.plan.ledger_ranks import RankLedgers
@@ -186,22 +187,37 @@ def _plan(options: PlanOptions, formats: FormatFlags) -> tuple[dict[str, Any], s
 
     model = options.model or SHIPPED_MODEL
     shape, ledgers = read_shape(model), RankLedgers()
+    machine, shown = _machine(options.machine)
     result = search(
         shape,
-        machine_of(options.machine),
+        machine,
         options.workload or workload_within(shape.side.max_model_len),
         ledgers,
         options.objective,
         options.engine,
         choices=_choices(options, formats, shape),
     )
+    if shown:
+        result = replace(result, notes=(shown, *result.notes))
     if options.emit is not None:
         emitted = emit(result, options.emit, model)
-        return {**record(result), "emitted": asdict(emitted)}, emitted.text()
+        said = textwrap.wrap(shown, 100, initial_indent="# ", subsequent_indent="#   ")
+        told = "\n".join([*said, emitted.text()])
+        return {**record(result), "emitted": asdict(emitted)}, told
     known = (model_dir(model) / "config.json").is_file()
     ahead = outlook(result, ledgers, formats, model if known else "DIRECTORY")
     told = explained(result, ahead) if options.explain else summary(result, ahead)
     return record(result, ahead), told
+
+
+def _machine(text: str | None) -> tuple[Machine, str]:
+    """The machine that is planned for, of the one at hand with what this process sees of it; and
+    the sentence that says so."""
+    from metainfer.hardware.known import machine_of
+    from metainfer.hardware.visible import VARIABLE, shown_machine
+
+    machine = machine_of(text)
+    return shown_machine(machine, None if text else machine.environment.get(VARIABLE))
 
 
 def _choices(options: PlanOptions, formats: FormatFlags, shape: ModelShape) -> Choices:
@@ -259,14 +275,20 @@ def _advise(options: PlanOptions) -> tuple[dict[str, Any], str]:
         raise UserError(
             error.message, hint="give MODEL beside --from: a directory or a known name"
         ) from error
+    # A command that says what it sees is not bound by what this process sees.
+    machine, shown = (
+        _machine(options.machine) if set_up.visible is None else (machine_of(options.machine), "")
+    )
     found = advise(
         set_up,
         shape,
-        machine_of(options.machine),
+        machine,
         options.workload or workload_within(shape.side.max_model_len),
         RankLedgers(),
         options.objective,
     )
+    if shown:
+        found = replace(found, notes=(shown, *found.notes))
     return record(found), text(found)
 
 

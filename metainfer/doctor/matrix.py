@@ -1,7 +1,6 @@
 """Matrix: what of a model and of layouts this engine does today, refuses, ignores, or plans.
 
-Today it runs one rank. A row here changes when the engine does; tests hold rows against what the
-plan refuses.
+A row here changes when the engine does; tests hold rows against what the plan refuses.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ from types import MappingProxyType
 from metainfer.arch.shapes import ModelShape
 from metainfer.doctor.estimate import gpus_of
 from metainfer.hardware.machine import Machine
+from metainfer.plan.layout_flags import has_flag
 
 TENSOR_PARALLEL = "tensor parallel (TP)"
-_ONE_RANK = "this version runs one rank; a plan for several is made (`metainfer plan`)"
 
 
 class State(StrEnum):
@@ -57,7 +56,7 @@ def _served(shape: ModelShape, machine: Machine) -> _Verdict:
             f"models of {_family(shape)} are not served yet: config, kernels of attention and"
             " plans are here; `serve` refuses it by name",
         )
-    return State.WORKS, "on a CPU or on one GPU that holds it whole"
+    return State.WORKS, "on a CPU or on one GPU that holds it whole, or over ranks"
 
 
 def _needs_serving(judge: _Judge) -> _Judge:
@@ -81,24 +80,18 @@ def _several_ranks(shape: ModelShape, machine: Machine) -> _Verdict:
     return State.WORKS, "a process for each rank; on GPUs it has not run yet"
 
 
-def _stages(shape: ModelShape, machine: Machine) -> _Verdict:
-    return State.PLANNED, f"the flag is refused by name: {_ONE_RANK}"
-
-
 def _expert(shape: ModelShape, machine: Machine) -> _Verdict:
     if not shape.experts:
         return State.NO_EFFECT, "the model has no routed experts"
-    return _stages(shape, machine)
-
-
-def _flagless_ranks(shape: ModelShape, machine: Machine) -> _Verdict:
-    return State.PLANNED, f"no flag asks for it yet: {_ONE_RANK}"
+    return _several_ranks(shape, machine)
 
 
 def _shards(shape: ModelShape, machine: Machine) -> _Verdict:
     if not shape.side.owners():
         return State.NO_EFFECT, "the model keeps no entries that could be divided"
-    return State.PLANNED, f"no flag asks for it yet: {_ONE_RANK}"
+    if not has_flag("decode_context_parallel_size"):
+        return State.PLANNED, "no flag asks for it yet; plans are made with it (`metainfer plan`)"
+    return _several_ranks(shape, machine)
 
 
 def _replicas(shape: ModelShape, machine: Machine) -> _Verdict:
@@ -164,9 +157,9 @@ _FEATURES: tuple[tuple[str, str, _Judge], ...] = (
     ("one of several GPUs", "--device cuda:N", _needs_serving(_one_of_many)),
     (TENSOR_PARALLEL, "--tensor-parallel-size", _several_ranks),
     ("expert parallel (EP)", "--enable-expert-parallel", _expert),
-    ("pipeline parallel (PP)", "--pipeline-parallel-size", _stages),
-    ("context parallel prefill (CP)", "", _flagless_ranks),
-    ("decode context parallel (DCP)", "", _shards),
+    ("pipeline parallel (PP)", "--pipeline-parallel-size", _several_ranks),
+    ("context parallel prefill (CP)", "--prefill-context-parallel-size", _several_ranks),
+    ("decode context parallel (DCP)", "--decode-context-parallel-size", _shards),
     ("replicas", "--data-parallel-size", _replicas),
     ("speculation", "--speculative-config", _speculation),
     ("prefix reuse", "--enable-prefix-caching", _prefixes),

@@ -67,6 +67,7 @@ def _gpu(card: NvmlCard, root: Path) -> Gpu | Unknown:
         mig=card.mig(),
         utilisation=card.utilisation(),
         processes=card.processes(lambda pid: _process_name(root, pid)),
+        uuid=card.uuid(),
     )
 
 

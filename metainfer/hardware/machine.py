@@ -139,6 +139,7 @@ class Gpu:
         ecc, mig: on or off.
         utilisation: share of the last second in which a kernel ran, 0 to 1.
         processes: that hold its memory.
+        uuid: by which CUDA_VISIBLE_DEVICES may name it, such as "GPU-8d2c...".
     """
 
     name: str
@@ -160,6 +161,7 @@ class Gpu:
     mig: bool | Unknown = NOT_ASKED
     utilisation: float | Unknown = NOT_ASKED
     processes: tuple[Process, ...] | Unknown = NOT_ASKED
+    uuid: str | Unknown = NOT_ASKED
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,8 +133,10 @@ def fingerprint(machine: Machine) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-_PASSING = frozenset({"free_bytes", "clocks", "throttle", "utilisation", "processes", "power"})
-"""Fields of a GPU that change by themselves."""
+_PASSING = frozenset(
+    {"free_bytes", "clocks", "throttle", "utilisation", "processes", "power", "uuid"}
+)
+"""Fields of a GPU that change by themselves, and the one that says which of its kind it is."""
 
 
 def _lasting(record: Gpu | Bridge | Peer) -> dict[str, object]:

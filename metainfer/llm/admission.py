@@ -19,6 +19,7 @@ class Limits:
         max_num_batched_tokens: rows per step, at least 2: prefill and decode each need one.
         max_queued_requests: requests that may wait beyond max_num_seqs.
         draft_rows: rows of a decoding sequence beyond the first.
+        block_tokens: of one of the `num_blocks`, on all ranks that divide a sequence's caches.
         stages: of a pipeline, which are at work on different sequences, or chunks of a prompt.
     """
 
@@ -30,6 +31,7 @@ class Limits:
     max_queued_requests: int
     num_blocks: int
     draft_rows: int = 0
+    block_tokens: int = BLOCK_TOKENS
     stages: int = 1
 
 
@@ -70,11 +72,11 @@ def check_request(request: Request, limits: Limits) -> None:
             )
     # The last token is never computed: nothing follows it.
     total = max_total_tokens(request, limits)
-    needed = blocks_for(max(total - 1, prompt))
+    needed = blocks_for(max(total - 1, prompt), limits.block_tokens)
     if needed > limits.num_blocks:
         raise RequestError(
             f"a prompt of {format_count(prompt)} tokens with {format_count(total - prompt)} tokens"
-            f" of output needs {needed} cache blocks of {BLOCK_TOKENS} tokens, and there are"
+            f" of output needs {needed} cache blocks of {limits.block_tokens} tokens, and there are"
             f" {limits.num_blocks}",
             param="max_tokens",
             code="context_length_exceeded",

@@ -339,6 +339,7 @@ def limits_of(arch: Arch, plan: Plan) -> Limits:
         max_queued_requests=plan.max_queued_requests.value,
         num_blocks=plan.num_blocks.value,
         draft_rows=plan.draft_rows.value,
+        block_tokens=plan.block_tokens,
         stages=plan.pipeline_parallel_size.value,
     )
 

@@ -17,7 +17,6 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from metainfer.arch.cache_kinds import blocks_for
 from metainfer.core.units import format_bytes, format_seconds
 from metainfer.llm.step import Step
 from metainfer.nn.inputs import DecodeInputs
@@ -231,8 +230,7 @@ def _wants_shape(step: Step) -> bool:
 
 def _exact_shape(step: Step) -> Shape:
     """Its own rows and blocks."""
-    longest = max(part.start + len(part.token_ids) for part in step.sequences)
-    return Shape(step.num_rows, blocks_for(longest))
+    return Shape(step.num_rows, max(len(part.blocks) for part in step.sequences))
 
 
 def _free_bytes(device: torch.device) -> int:

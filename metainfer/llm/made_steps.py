@@ -23,17 +23,28 @@ class Room:
         tokens: of a sequence.
         rows: of a step; of one sequence no more than `tokens`.
         sequences: of a step.
+        block_tokens: of a block.
     """
 
     tokens: int
     rows: int
     sequences: int
+    block_tokens: int = BLOCK_TOKENS
 
     @classmethod
     def of(cls, plan: Plan) -> Room:
-        tokens = min(plan.max_model_len.value, plan.num_blocks.value * BLOCK_TOKENS) - 1
+        tokens = min(plan.max_model_len.value, plan.num_blocks.value * plan.block_tokens) - 1
         most = plan.max_num_batched_tokens.value
-        return cls(tokens, min(most, tokens), min(plan.max_num_seqs.value, most))
+        sequences = min(plan.max_num_seqs.value, most)
+        return cls(tokens, min(most, tokens), sequences, plan.block_tokens)
+
+    def step(self, parts: Iterable[SequenceStep], num_decode_sequences: int = 0) -> Step:
+        return step(parts, num_decode_sequences, self.block_tokens)
+
+    def mixed(self, tokens: int, count: int, place: int, rows: int) -> Step:
+        """The last rows of a prompt of so many tokens beside sequences that decode at a place."""
+        decoding = [decode(slot, place) for slot in range(1, 1 + count)]
+        return self.step([*decoding, prefill(tokens, min(rows, tokens))], count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +58,16 @@ class Family:
 
 def families(room: Room) -> Iterator[Family]:
     """All ways in which steps grow, but for decode steps of fixed shapes."""
-    yield Family("a prompt from its start", room.rows, lambda n: step([prefill(n, n)]))
-    yield Family("the end of a prompt", room.rows, lambda n: step([prefill(room.tokens, n)]))
-    yield Family("a scored prompt", room.rows, lambda n: step([scored(prefill(n, n))]))
+    yield Family("a prompt from its start", room.rows, lambda n: room.step([prefill(n, n)]))
+    yield Family("the end of a prompt", room.rows, lambda n: room.step([prefill(room.tokens, n)]))
+    yield Family("a scored prompt", room.rows, lambda n: room.step([scored(prefill(n, n))]))
     beside = min(room.sequences, room.rows - 1) - 1
     if beside < 1:
         return
     yield Family(
         "the end of a prompt beside all that decode",
         room.rows - beside,
-        partial(mixed, room.tokens, beside, room.tokens),
+        partial(room.mixed, room.tokens, beside, room.tokens),
     )
     for count in dict.fromkeys((1, beside)):
         yield Family(
@@ -74,13 +85,7 @@ def families(room: Room) -> Iterator[Family]:
 
 def short_beside(room: Room, count: int, place: int) -> Step:
     """The shortest prompt that is not a row beside sequences that decode at a place."""
-    return mixed(min(2, room.tokens), count, place, 2)
-
-
-def mixed(tokens: int, count: int, place: int, rows: int) -> Step:
-    """The last rows of a prompt of so many tokens beside sequences that decode at a place."""
-    decoding = [decode(slot, place) for slot in range(1, 1 + count)]
-    return step([*decoding, prefill(tokens, min(rows, tokens))], count)
+    return room.mixed(min(2, room.tokens), count, place, 2)
 
 
 def prefill(tokens: int, rows: int) -> SequenceStep:
@@ -98,8 +103,15 @@ def scored(part: SequenceStep) -> SequenceStep:
     return replace(part, prompt_logprobs=True)
 
 
-def step(parts: Iterable[SequenceStep], num_decode_sequences: int = 0) -> Step:
-    sequences = tuple(parts)
+def step(
+    parts: Iterable[SequenceStep], num_decode_sequences: int = 0, block_tokens: int = BLOCK_TOKENS
+) -> Step:
+    sequences = tuple(
+        replace(
+            part, blocks=tuple(range(blocks_for(part.start + len(part.token_ids), block_tokens)))
+        )
+        for part in parts
+    )
     kind = StepKind.DECODE if num_decode_sequences else StepKind.PREFILL
     # Drawn at random: greedy rows take less.
     sampling = SamplingParams(top_p=0.9, seed=0)
@@ -111,7 +123,7 @@ def _part(slot: int, start: int, rows: int) -> SequenceStep:
     return SequenceStep(
         request_id=f"warm-up {slot}",
         state_slot=slot,
-        blocks=tuple(range(blocks_for(start + rows))),
+        blocks=(),
         start=start,
         token_ids=(0,) * rows,
         sample_rows=1,

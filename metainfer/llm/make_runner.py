@@ -54,6 +54,7 @@ def make_runner(
         context=plan.prefill_context_parallel_size.value,
         expert=plan.expert_parallel_size.value,
         stages=plan.pipeline_parallel_size.value,
+        kv_shards=plan.decode_context_parallel_size.value,
         device=device,
         compute_dtype=getattr(torch, plan.compute_dtype.value),
         activations=plan.activations.value,
@@ -89,7 +90,7 @@ def make_runner(
         vocab_size=arch.vocab_size,
         eos_token_ids=arch.eos_token_ids,
         num_slots=plan.max_num_seqs.value,
-        max_blocks=blocks_for(plan.max_model_len.value),
+        max_blocks=blocks_for(plan.max_model_len.value, plan.block_tokens),
         device=device,
         fixed=_fixed_shapes(plan, on_paper),
         draws=model.stage.is_last,
@@ -102,6 +103,6 @@ def _fixed_shapes(plan: Plan, on_paper: bool) -> FixedShapes | None:
     rows = plan.cuda_graph_sizes.value
     if not rows:
         return None
-    blocks = [blocks_for(tokens) for tokens in plan.cuda_graph_contexts.value]
+    blocks = [blocks_for(tokens, plan.block_tokens) for tokens in plan.cuda_graph_contexts.value]
     graphs = CudaGraphs() if plan.cuda_graphs.value == "on" and not on_paper else None
     return FixedShapes(rows, tuple(dict.fromkeys(blocks)), graphs)

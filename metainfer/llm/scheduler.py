@@ -16,7 +16,7 @@ from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from metainfer.arch.cache_kinds import BLOCK_TOKENS, blocks_for
+from metainfer.arch.cache_kinds import blocks_for
 from metainfer.core.events import EngineEvent, FinishEvent, FinishReason, PromptEvent, TokenEvent
 from metainfer.llm.admission import Limits, check_request, max_total_tokens
 from metainfer.llm.assignment import Assignment, decode_turn, sequence_step
@@ -46,6 +46,7 @@ class Scheduler:
         self.limits = limits
         self.counters = Counters()
         self.pool = BlockPool(limits.num_blocks, limits.max_num_seqs)
+        self._block_tokens = limits.block_tokens
         self._policies = policies if policies is not None else Policies()
         self._live: dict[str, Sequence] = {}
         self._running: list[Sequence] = []  # in queue order, each with a slot
@@ -195,14 +196,18 @@ class Scheduler:
         for ever."""
         if assignment.preempted:
             return []
-        room = self.pool.blocks.num_free - sum(_missing_blocks(s) for s in self._running)
+        room = self.pool.blocks.num_free - sum(self._missing_blocks(s) for s in self._running)
         admissible: list[Sequence] = []
         for sequence in self._waiting[: self.pool.slots.num_free]:
-            room -= blocks_for(sequence.known)
+            room -= blocks_for(sequence.known, self._block_tokens)
             if sequence.must_wait or room < len(self._running) + len(admissible):
                 break
             admissible.append(sequence)
         return admissible
+
+    def _missing_blocks(self, sequence: Sequence) -> int:
+        """Blocks that a running sequence still needs for its known tokens."""
+        return max(0, blocks_for(sequence.known, self._block_tokens) - len(sequence.blocks))
 
     def _admit(self, sequence: Sequence) -> None:
         self._waiting.remove(sequence)
@@ -213,7 +218,7 @@ class Scheduler:
 
     def _reserve(self, sequence: Sequence, rows: int, assignment: Assignment) -> bool:
         """Blocks for `rows` more rows, preempting others where the policy says so."""
-        missing = blocks_for(sequence.computed + rows) - len(sequence.blocks)
+        missing = blocks_for(sequence.computed + rows, self._block_tokens) - len(sequence.blocks)
         if missing <= 0:
             return True
         while missing > self.pool.blocks.num_free:
@@ -230,7 +235,7 @@ class Scheduler:
         if self._reserve(sequence, rows, assignment):
             return rows
         held = len(sequence.blocks) + self.pool.blocks.num_free
-        rows = min(rows, held * BLOCK_TOKENS - sequence.computed)
+        rows = min(rows, held * self._block_tokens - sequence.computed)
         return rows if rows > 0 and self._reserve(sequence, rows, assignment) else 0
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -381,7 +386,7 @@ class Scheduler:
             if [s.order for s in queue] != sorted(s.order for s in queue):
                 raise InvariantError("a queue is out of order")
             for sequence in queue:
-                check_sequence(sequence, runs)
+                check_sequence(sequence, runs, self._block_tokens)
         queued = [s.request.request_id for s in self._running + self._waiting]
         if sorted(queued) != sorted(self._live):
             raise InvariantError("the queues do not hold exactly the live requests")
@@ -393,8 +398,3 @@ class Scheduler:
 
 def _order(sequence: Sequence) -> tuple[int, int]:
     return sequence.order
-
-
-def _missing_blocks(sequence: Sequence) -> int:
-    """Blocks that a running sequence still needs for its known tokens."""
-    return max(0, blocks_for(sequence.known) - len(sequence.blocks))

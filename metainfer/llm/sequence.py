@@ -96,7 +96,7 @@ class Sequence:
         self.drafts = ()
 
 
-def check_sequence(sequence: Sequence, runs: bool) -> None:
+def check_sequence(sequence: Sequence, runs: bool, block_tokens: int) -> None:
     """Raise InvariantError if what `sequence` says of itself cannot be."""
     name = sequence.request.request_id
     if runs != (sequence.slot is not None):
@@ -109,7 +109,7 @@ def check_sequence(sequence: Sequence, runs: bool) -> None:
             f"request {name} computed {sequence.computed} of {sequence.known} known tokens,"
             f" at most {sequence.max_total}"
         )
-    if sequence.computed > 0 and len(sequence.blocks) < blocks_for(sequence.computed):
+    if sequence.computed > 0 and len(sequence.blocks) < blocks_for(sequence.computed, block_tokens):
         raise InvariantError(f"request {name} lacks blocks for what it computed")
     if not runs and (sequence.blocks or sequence.computed):
         raise InvariantError(f"request {name} waits but holds a part of the cache")

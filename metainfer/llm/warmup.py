@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from metainfer.core.units import format_seconds
-from metainfer.llm.made_steps import Room, decode, mixed, prefill, step
+from metainfer.llm.made_steps import Room, decode, prefill
 from metainfer.llm.step import Step
 from metainfer.plan.plan import Plan
 
@@ -47,7 +47,7 @@ def warm_up(runner: DryRunner, plan: Plan, found: Sequence[Step] = ()) -> None:
     """
     room = Room.of(plan)
     first = min(_FIRST_ROWS, room.rows)
-    short = step([prefill(first, first)])
+    short = room.step([prefill(first, first)])
     _timed(runner, short)  # whatever is done once is done now
     first_s = _timed(runner, short)
     runner.capture()
@@ -59,8 +59,8 @@ def warm_up(runner: DryRunner, plan: Plan, found: Sequence[Step] = ()) -> None:
         _log.info("no dry run: %d rows took %s", first, format_seconds(first_s))
         return
     decoding = [decode(slot, room.tokens) for slot in range(room.sequences)]
-    _timed(runner, step(decoding, room.sequences))
-    largest_s = _timed(runner, step([prefill(room.tokens, room.rows)]))
+    _timed(runner, room.step(decoding, room.sequences))
+    largest_s = _timed(runner, room.step([prefill(room.tokens, room.rows)]))
     _log.info("dry run: a step of %d rows took %s", room.rows, format_seconds(largest_s))
 
 
@@ -82,10 +82,10 @@ def sizes(room: Room) -> list[Step]:
     made = []
     long = min(room.tokens, _LONG_CONTEXT)
     for rows in row_classes(min(room.rows, long)):
-        made += [step([prefill(rows, rows)]), step([prefill(long, rows)])]
+        made += [room.step([prefill(rows, rows)]), room.step([prefill(long, rows)])]
         decoding = min(room.sequences - 1, room.rows - rows)
         if rows > 1 and decoding > 0:
-            made.append(mixed(long, decoding, long, rows))
+            made.append(room.mixed(long, decoding, long, rows))
     return made
 
 

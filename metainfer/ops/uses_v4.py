@@ -14,12 +14,12 @@ from metainfer.arch.record import Arch, LayerArch, LayerKind, Quantisation, Rout
 from metainfer.arch.split import check_split
 from metainfer.core.dtypes import DType
 from metainfer.core.errors import MetainferError
-from metainfer.ops.attention import AttentionCase
+from metainfer.ops.attention import AttentionCase, shard_cases
 from metainfer.ops.cache import DENSE, CacheReadCase, CacheWriteCase
 from metainfer.ops.cache_formats import FP32_CACHES, CacheFormats
 from metainfer.ops.compress import CompressCase
 from metainfer.ops.hc import ExpandMixFp8Case, HyperCase
-from metainfer.ops.index import IndexCase, decode_case
+from metainfer.ops.index import IndexCase, decode_case, shard_case
 from metainfer.ops.index_codes import IndexEncodeCase, IndexWriteCase
 from metainfer.ops.linear import (
     DenseCase,
@@ -53,11 +53,13 @@ def served_uses(
     activations: str = "plain",
     caches: CacheFormats = FP32_CACHES,
     expert: int = 1,
+    kv_shards: int = 1,
 ) -> tuple[Use, ...]:
     """Uses of one of `ranks` ranks.
 
     Args:
         expert: parts of the ranks over which experts are dealt.
+        kv_shards: of the ranks, over which entries and index keys are divided.
         dtype, stream_dtype, activations, caches: as of `nn.builder.LayerBuilder`.
 
     Raises:
@@ -66,7 +68,7 @@ def served_uses(
     check_split(arch, ranks, expert)
     if activations not in ACTIVATIONS:
         raise MetainferError(f"activations are {' or '.join(ACTIVATIONS)}, not {activations}")
-    listing = _Listing(arch, ranks, dtype, stream_dtype, activations, caches, expert)
+    listing = _Listing(arch, ranks, dtype, stream_dtype, activations, caches, expert, kv_shards)
     for layer in arch.layers:
         listing.layer(layer)
     listing.head()
@@ -92,11 +94,12 @@ class _Listing:
         activations: str,
         caches: CacheFormats,
         expert: int,
+        kv_shards: int,
     ) -> None:
         self.uses = Uses(served=True)
         self._arch = arch
         self._ranks = ranks
-        self._expert = expert
+        self._expert, self._kv_shards = expert, kv_shards
         self._dtype = dtype
         self._caches = caches
         self._heads = arch.num_heads // ranks
@@ -135,7 +138,8 @@ class _Listing:
         """What `nn.step_index` computes once a step."""
         arch = self._arch
         windows = tuple(Windows(ratio, span) for ratio, span in spans(arch).items())
-        case = StepIndexCase(arch.sliding_window, windows, arch.rope_head_dim, BLOCK_TOKENS)
+        widths = arch.rope_head_dim, BLOCK_TOKENS
+        case = StepIndexCase(arch.sliding_window, windows, *widths, shards=self._kv_shards)
         self.uses.add("step.index_decode", case, (DECODE,))
 
     def _sublayer(self) -> None:
@@ -182,7 +186,11 @@ class _Listing:
             dtype,
             entry_format=kept if layer.ratio else DENSE,
         )
-        uses.add("attention.sparse_decode", replace(attend, window_format=kept), (DECODE,))
+        decode = replace(attend, window_format=kept)
+        if layer.ratio and self._kv_shards > 1:
+            decode, merge = shard_cases(decode, self._kv_shards)
+            uses.add("attention.merge", merge, (DECODE,))
+        uses.add("attention.sparse_decode", decode, (DECODE,))
         uses.add("attention.sparse_prefill", attend, (PREFILL,))
 
     def _outputs(self, heads: int, groups: int, inputs: int) -> None:
@@ -222,7 +230,8 @@ class _Listing:
             keys = self._caches.key_format
             case = IndexCase(heads, width, arch.index_topk, layer.ratio, dtype, keys)
             self.uses.add("attention.index_topk", case, (PREFILL,))
-            self.uses.add("attention.index_topk_decode", decode_case(case), (DECODE,))
+            on_shard = shard_case(case) if self._kv_shards > 1 else decode_case(case)
+            self.uses.add("attention.index_topk_decode", on_shard, (DECODE,))
         self._dense_fp32(rows)
 
     def _index_rows(self, heads: int, width: int) -> None:

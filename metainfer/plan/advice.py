@@ -12,6 +12,7 @@ from metainfer.core.errors import UserError
 from metainfer.core.units import format_bytes, format_seconds
 from metainfer.hardware.facts import Unknown
 from metainfer.hardware.machine import Machine
+from metainfer.hardware.visible import shown_machine
 from metainfer.plan.candidates import refusal
 from metainfer.plan.choices import SELF
 from metainfer.plan.cost.constants import Constants, Profile, read_constants
@@ -78,6 +79,7 @@ def advise(
         profile = replace(profile, collectives=known)
     if set_up.eager:
         profile = replace(profile, layer_us=constants.kernel("pieces_us"))
+    machine, shown = shown_machine(machine, set_up.visible, "the command's ")
     _require_gpus(set_up, machine)
     workload = _bounded(set_up, workload)
     now, problem, fits = _predicted(set_up, shape, machine, workload, profile, constants, ledger)
@@ -87,17 +89,22 @@ def advise(
     start = None
     if same is not None and (now is None or _gain(now, same) >= _SMALL):
         start = emit(same, set_up.engine, set_up.model or shape.name, _most_requests(set_up))
-    notes = (*_notes(set_up, shape, none, machine), *_others(set_up, start))
+    notes = (
+        *filter(None, (shown,)),
+        *_notes(set_up, shape, none, machine),
+        *_others(set_up, start),
+    )
     return Advice(set_up, workload, now, problem, fits, same, ours, start, notes)
 
 
 def _require_gpus(set_up: SetUp, machine: Machine) -> None:
     if isinstance(machine.gpus, Unknown) or not machine.gpus:
+        why = f": {machine.gpus.why}" if isinstance(machine.gpus, Unknown) else ""
         raise UserError(
-            "there is no GPU to predict the set-up on",
+            f"there is no GPU to predict the set-up on{why}",
             hint="--machine takes a record or the name of a recorded machine",
         )
-    given = min(len(machine.gpus), set_up.visible or len(machine.gpus))
+    given = len(machine.gpus)
     if set_up.layout.gpus > given:
         raise UserError(
             f"the command needs {set_up.layout.gpus} GPUs ({set_up.layout.name}) and has {given}",

@@ -30,6 +30,7 @@ from metainfer.plan.plan import Origin, Plan, Value
 from metainfer.plan.proof import CacheProof
 from metainfer.plan.ranks import (
     collectives,
+    decode_context_parallel_size,
     expert_parallel_size,
     expert_parts,
     pipeline_parallel_size,
@@ -105,6 +106,7 @@ def build_plan(
     _refuse_contradictions(arch, settings)
     ranks = tensor_parallel_size(arch, settings)
     context = prefill_context_parallel_size(settings)
+    shards = decode_context_parallel_size(arch, settings)
     experts = expert_parallel_size(settings)
     stages = pipeline_parallel_size(arch, settings)
     everyone = rank_count(settings)
@@ -129,6 +131,7 @@ def build_plan(
         captures=cuda_graphs.value == "on",
         ranks=ranks.value,
         context=context.value,
+        kv_shards=shards.value,
         expert=experts.value,
         stages=stages.value,
     )
@@ -146,6 +149,7 @@ def build_plan(
         index_cache_dtype=formats.index_cache_dtype,
         tensor_parallel_size=ranks,
         prefill_context_parallel_size=context,
+        decode_context_parallel_size=shards,
         expert_parallel_size=experts,
         pipeline_parallel_size=stages,
         collectives=carried,
@@ -161,6 +165,7 @@ def build_plan(
         state_bytes=sizes.state_bytes,
         blocks_bytes=sizes.blocks_bytes,
         activation_bytes=sizes.activation_bytes,
+        exchange_bytes=sizes.exchange_bytes,
         kernel_order=kernel_order,
         tuned_kernels=tuned_kernels(settings, tuning),
         cuda_graphs=cuda_graphs,
@@ -194,7 +199,9 @@ class _Served:
         caches = cache_formats(arch, *(dtype.value for dtype in dtypes))
         activations = choose_activations(arch, self.settings, capabilities).value
         ranks, expert = stage_ranks(self.settings), expert_parts(self.settings)
-        layers = served_uses(arch, ranks, "bfloat16", "bfloat16", activations, caches, expert)
+        shards = self.settings.decode_context_parallel_size or 1
+        plain = "bfloat16", "bfloat16"
+        layers = served_uses(arch, ranks, *plain, activations, caches, expert, shards)
         return tuple(dict.fromkeys(op.op for op in (*layers, *sampling_uses(arch.vocab_size))))
 
     def uncovered(self, capabilities: Capabilities) -> list[str]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from metainfer.arch.attention_sides import V41_FAMILY
 from metainfer.hardware.facts import Unknown
+from metainfer.hardware.visible import VARIABLE, numbers_of
 from metainfer.ops.attention import DENSE
 from metainfer.ops.cache_formats import CODED_KEYS, PLAIN
 from metainfer.plan.command_text import command_lines
@@ -88,8 +89,8 @@ def emit(result: Result, engine: str, model: str, requests: int | None = None) -
     for server in range(servers):
         environment = list(_environment(result, engine))
         if servers > 1:
-            gpus = ",".join(str(server * each + place) for place in range(each))
-            environment.insert(0, f"CUDA_VISIBLE_DEVICES={gpus}")
+            gpus = ",".join(numbers_of(result.machine)[server * each : (server + 1) * each])
+            environment.insert(0, f"{VARIABLE}={gpus}")
         words = makers[engine](result, best, model)
         if servers > 1:
             words += ["--port", str(8000 + server)]

@@ -105,7 +105,7 @@ class SetUp:
         eager: decoding without graphs.
         drafts: tokens that it drafts before a step; None where it drafts and does not say how
             many.
-        visible: GPUs that it may use; None for all.
+        visible: its CUDA_VISIBLE_DEVICES; None where it sets none.
         experts: format of routed experts that the checkpoint's name tells, as `Formats.experts`.
         said: each flag and variable, in the command's order.
     """
@@ -120,7 +120,7 @@ class SetUp:
     no_peers: bool
     eager: bool
     drafts: int | None
-    visible: int | None
+    visible: str | None
     experts: str
     said: tuple[Said, ...]
 
@@ -262,7 +262,6 @@ def _set_up(engine: str, values: Mapping[str, str], said: Sequence[Said]) -> Set
             "--decode-context-parallel-size",
         ),
     )
-    visible = values.get("visible")
     return SetUp(
         engine=engine,
         model=values.get("model", ""),
@@ -274,7 +273,7 @@ def _set_up(engine: str, values: Mapping[str, str], said: Sequence[Said]) -> Set
         no_peers=values.get("no_peers", "0") not in ("0", ""),
         eager="eager" in values,
         drafts=_drafts(values),
-        visible=None if not visible else len(visible.split(",")),
+        visible=values.get("visible"),
         experts=_experts(values.get("model", ""), said),
         said=tuple(said),
     )

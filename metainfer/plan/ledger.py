@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import replace
 
-from metainfer.arch.cache_kinds import CacheKind, Scope, cache_kinds
+from metainfer.arch.cache_kinds import BLOCK_TOKENS, CacheKind, Scope, blocks_for, cache_kinds
 from metainfer.arch.manifest import MTP_PREFIX, TensorSpec, iterate
 from metainfer.arch.record import Arch, LayerKind
 from metainfer.arch.shape_of import shape_of_v4
@@ -39,6 +39,8 @@ INDEX_SCRATCH_BYTES = (256 + 128) * 2**20
 GPU_WORKSPACE_BYTES = 2 * 2**30
 """What kernels may take on a GPU: entries that are decoded for prefill (1.25 GiB at most),
 `INDEX_SCRATCH_BYTES`, lists and partial results."""
+
+_EXCHANGED = 6  # copies of queries or results of a step that shards exchange, at a time
 
 # Dense weights that take part in fp32 products, whatever the compute dtype is.
 _FP32_PARTS = (".compressor.", ".ffn.gate.", ".mlp.gate.", ".weights_proj.")
@@ -156,6 +158,29 @@ def activation_bytes(
     )
     decode = _decode_bytes(arch, min(rows, num_seqs), max_model_len)
     return streams + inner + decode + workspace_bytes
+
+
+def exchange_of_shards(
+    arch: Arch,
+    rows: int,
+    max_model_len: int,
+    compute_dtype: str,
+    caches: CacheFormats,
+    ranks: int,
+    kv_shards: int,
+) -> int:
+    """Bound on what a step holds to read caches that are divided over `kv_shards` of the ranks:
+    the entries, or index keys, of one layer of the longest sequence with what the rank gives to
+    them; and for so many decode rows queries and results of the heads of all shards."""
+    if kv_shards == 1:
+        return 0
+    blocks = blocks_for(max_model_len, kv_shards * BLOCK_TOKENS)
+    kinds = (kind for kind in cache_kinds(arch) if kind.scope is Scope.TOKENS)
+    given = max((kind.rows_per_block * caches.row_bytes(kind) for kind in kinds), default=0)
+    heads = arch.num_heads // ranks * kv_shards
+    # Queries as they come and in their places, results, as sent, as received and to be merged.
+    width = arch.head_dim * ELEMENT_BYTES[compute_dtype] + 4
+    return (kv_shards + 1) * blocks * given + _EXCHANGED * rows * heads * width
 
 
 def _decode_bytes(arch: Arch, rows: int, max_model_len: int) -> int:

@@ -22,6 +22,7 @@ from metainfer.plan.ledger import (
     KERNEL_WORKSPACE_BYTES,
     activation_bytes,
     block_bytes,
+    exchange_of_shards,
     state_bytes,
     weights_bytes,
 )
@@ -48,8 +49,13 @@ class Fixed:
     captures: bool  # decode steps are captured as graphs
     ranks: int = 1  # that share the model; all sizes are of one of them
     context: int = 1  # of these, that share the tokens of long prefills
+    kv_shards: int = 1  # of these, over which growing caches are divided
     expert: int = 1  # parts of these over which experts are dealt
     stages: int = 1  # of a pipeline, each of so many ranks
+
+    @property
+    def block_tokens(self) -> int:
+        return BLOCK_TOKENS * self.kv_shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +69,7 @@ class Sizes:
     state_bytes: Value[int]
     blocks_bytes: Value[int]
     activation_bytes: Value[int]
+    exchange_bytes: Value[int]
     graph_rows: Value[tuple[int, ...]]
     graph_contexts: Value[tuple[int, ...]]
     graphs_bytes: Value[int]
@@ -92,12 +99,17 @@ def fit_memory(machine: Machine, arch: Arch, settings: EngineSettings, fixed: Fi
         blocks_bytes=Value(
             blocks.value * part.block,
             Origin.MODEL,
-            f"{format_bytes(part.block)} for each block of {BLOCK_TOKENS} tokens",
+            _blocks_reason(fixed, part),
         ),
         activation_bytes=Value(
             fit.activations(length.value, seqs.value),
             Origin.MODEL,
             f"the most that a step of {format_count(fixed.batched_tokens)} rows holds at once",
+        ),
+        exchange_bytes=Value(
+            fit.exchange(length.value, seqs.value),
+            Origin.MODEL,
+            _exchange_reason(fixed, length.value),
         ),
         graph_rows=rows,
         graph_contexts=contexts,
@@ -144,6 +156,20 @@ def _weights_reason(fixed: Fixed, part: _Part) -> str:
         whole = f"layers {layers.start} to {layers.stop - 1}, {fixed.residency}"
         whole += f", on stage {number} of {fixed.stages}, which needs most"
     return whole if fixed.ranks == 1 else f"a rank's part of {whole}"
+
+
+def _blocks_reason(fixed: Fixed, part: _Part) -> str:
+    own = f"{format_bytes(part.block)} for each block of {fixed.block_tokens} tokens"
+    return own if fixed.kv_shards == 1 else f"{own}, of which a rank keeps {BLOCK_TOKENS}"
+
+
+def _exchange_reason(fixed: Fixed, length: int) -> str:
+    if fixed.kv_shards == 1:
+        return "every rank keeps the whole caches of its sequences"
+    return (
+        f"entries of one layer of {format_count(length)} tokens, gathered from"
+        f" {fixed.kv_shards} ranks, and queries and results of their heads"
+    )
 
 
 def _graphs_reason(shapes: int, captures: bool) -> str:
@@ -218,6 +244,21 @@ class _Fit:
             fixed.expert,
         )
 
+    def exchange(self, length: int, seqs: int) -> int:
+        fixed = self.fixed
+        rows = min(seqs * (1 + fixed.draft_rows), fixed.batched_tokens)
+        return exchange_of_shards(
+            self.arch, rows, length, fixed.compute_dtype, fixed.caches, fixed.ranks, fixed.kv_shards
+        )
+
+    def steps(self, length: int, seqs: int) -> int:
+        """Bytes that steps hold beside weights and caches."""
+        held = self.activations(length, seqs) + self.exchange(length, seqs)
+        return held + self.graphs(length, seqs)
+
+    def blocks_for(self, tokens: int) -> int:
+        return blocks_for(tokens, self.fixed.block_tokens)
+
     def graph_shapes(
         self, length: int, seqs: int
     ) -> tuple[Value[tuple[int, ...]], Value[tuple[int, ...]]]:
@@ -243,9 +284,8 @@ class _Fit:
 
     def needed(self, length: int, seqs: int) -> int:
         """Bytes for `seqs` sequences of which one may be `length` tokens long."""
-        blocks = blocks_for(length)
-        steps = self.activations(length, seqs) + self.graphs(length, seqs)
-        return self.fullest(seqs, blocks).total(seqs, blocks) + steps
+        blocks = self.blocks_for(length)
+        return self.fullest(seqs, blocks).total(seqs, blocks) + self.steps(length, seqs)
 
     def fits(self, length: int, seqs: int) -> bool:
         return self.budget.bytes is None or self.needed(length, seqs) <= self.budget.bytes
@@ -268,11 +308,11 @@ class _Fit:
         given = self.settings.num_blocks_override
         if given is not None:
             return Value(given, Origin.FLAG, "given with --num-blocks")
-        useful = seqs * blocks_for(length)
+        useful = seqs * self.blocks_for(length)
         growing = [part for part in self.parts if part.block]
         if self.budget.bytes is None or not growing:
             return Value(useful, Origin.MODEL, "no cache of this model grows with the tokens")
-        left = self.budget.bytes - self.activations(length, seqs) - self.graphs(length, seqs)
+        left = self.budget.bytes - self.steps(length, seqs)
         possible = min((left - part.total(seqs, 0)) // part.block for part in growing)
         if possible < useful:
             return Value(possible, Origin.MEASURED, f"what is left of {self.budget.text}")
@@ -281,13 +321,13 @@ class _Fit:
 
     def _wanted_length(self) -> Value[int]:
         given, blocks = self.settings.max_model_len, self.settings.num_blocks_override
-        if blocks is not None and blocks * BLOCK_TOKENS < (given or self.arch.max_model_len):
-            held = blocks * BLOCK_TOKENS
+        held = (blocks or 0) * self.fixed.block_tokens
+        if blocks is not None and held < (given or self.arch.max_model_len):
             if given is None:
                 return Value(held, Origin.FLAG, f"what {blocks} --num-blocks hold")
             raise UserError(
                 f"--num-blocks {blocks} holds {held} tokens, fewer than --max-model-len {given}",
-                hint=f"give at least --num-blocks {blocks_for(given)}",
+                hint=f"give at least --num-blocks {self.blocks_for(given)}",
             )
         if given is not None:
             return Value(given, Origin.FLAG, "given with --max-model-len")
@@ -308,21 +348,22 @@ class _Fit:
 
     def _shorter(self, seqs: int) -> Value[int]:
         """The longest sequence that fits, in whole blocks; one block if none does."""
-        low, high = 1, blocks_for(self.arch.max_model_len)
+        low, high = 1, self.blocks_for(self.arch.max_model_len)
         while low < high:
             middle = (low + high + 1) // 2
-            if self.fits(middle * BLOCK_TOKENS, seqs):
+            if self.fits(middle * self.fixed.block_tokens, seqs):
                 low = middle
             else:
                 high = middle - 1
-        length = min(low * BLOCK_TOKENS, self.arch.max_model_len)
+        length = min(low * self.fixed.block_tokens, self.arch.max_model_len)
         return Value(length, Origin.MEASURED, f"what fits into {self.budget.text}")
 
     def _refuse(self, length: int, seqs: int) -> None:
         needed = self.needed(length, seqs)
-        part, work = self.fullest(seqs, blocks_for(length)), self.activations(length, seqs)
+        part, work = self.fullest(seqs, self.blocks_for(length)), self.activations(length, seqs)
         state = seqs * part.sequence
         graphs = self.graphs(length, seqs)
+        work += self.exchange(length, seqs)
         cache = needed - part.weights - state - work - graphs
         hints = []
         if self.settings.max_model_len is not None and length > BLOCK_TOKENS:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import Any, Generic, TypeVar
 
+from metainfer.arch.cache_kinds import BLOCK_TOKENS
 from metainfer.arch.stages import Stage, place_of, stage_of
 from metainfer.core.errors import UserError
 from metainfer.ops.cache_formats import PLAIN
@@ -54,6 +55,7 @@ class Plan:
         index_cache_dtype: format of index keys: one of these, or "fp4".
         tensor_parallel_size: ranks that share the model, or the layers of each stage.
         prefill_context_parallel_size: of these, how many share the tokens of long prefills.
+        decode_context_parallel_size: of these, over how many the growing caches are divided.
         expert_parallel_size: parts of these ranks over which whole experts are dealt; 1: each rank
             has a slice of every expert.
         pipeline_parallel_size: stages, each with some of the layers.
@@ -62,10 +64,11 @@ class Plan:
         max_num_seqs: sequences that run at once; each owns one state slot.
         max_num_batched_tokens: rows per step; longer prompts are prefilled in chunks.
         max_queued_requests: requests that may wait beyond max_num_seqs; more are refused.
-        num_blocks: blocks of the growing cache kinds (arch.cache_kinds.BLOCK_TOKENS tokens each).
+        num_blocks: blocks of the growing cache kinds (`block_tokens` tokens each).
         draft_rows: extra ring rows for speculation (0: off).
         weights_residency: "quantised" (as stored) or "expanded" (unpacked once, without loss).
         weights_bytes, state_bytes, blocks_bytes, activation_bytes: the memory ledger.
+        exchange_bytes: of it, what a step holds to read parts of caches that other ranks keep.
         kernel_order: backends in order of preference, "op=backend,backend;op=..."; "" = default.
         tuned_kernels: "on": of the backends of the order those run that were measured to be fastest
             on this card, where any were; "off": the first.
@@ -89,6 +92,7 @@ class Plan:
     index_cache_dtype: Value[str]
     tensor_parallel_size: Value[int]
     prefill_context_parallel_size: Value[int]
+    decode_context_parallel_size: Value[int]
     expert_parallel_size: Value[int]
     pipeline_parallel_size: Value[int]
     collectives: Value[str]
@@ -103,6 +107,7 @@ class Plan:
     state_bytes: Value[int]
     blocks_bytes: Value[int]
     activation_bytes: Value[int]
+    exchange_bytes: Value[int]
     kernel_order: Value[str]
     tuned_kernels: Value[str]
     cuda_graphs: Value[str]
@@ -119,6 +124,11 @@ class Plan:
         """Format of the caches that hold plain numbers, or would."""
         dtypes = (self.cache_dtype, self.index_cache_dtype, self.compute_dtype)
         return plain_dtype(*(dtype.value for dtype in dtypes))
+
+    @property
+    def block_tokens(self) -> int:
+        """Of one of `num_blocks`: BLOCK_TOKENS on each rank that divides a sequence's caches."""
+        return BLOCK_TOKENS * self.decode_context_parallel_size.value
 
     @property
     def ranks(self) -> int:

@@ -88,6 +88,26 @@ def prefill_context_parallel_size(settings: EngineSettings) -> Value[int]:
     return Value(given, Origin.FLAG, f"given with {name}")
 
 
+def decode_context_parallel_size(arch: Arch, settings: EngineSettings) -> Value[int]:
+    """Raises UserError where it does not divide the ranks, or there is nothing to divide."""
+    name, given = "--decode-context-parallel-size", settings.decode_context_parallel_size
+    if given is None:
+        return Value(1, Origin.DEFAULT, "every rank keeps the whole caches of its sequences")
+    ranks = stage_ranks(settings)
+    if ranks % given:
+        raise UserError(
+            f"{name} {given} does not divide the {ranks} ranks of --tensor-parallel-size",
+            hint=f"give a divisor of {ranks}, or leave it out",
+        )
+    if given > 1 and not any(layer.ratio for layer in arch.layers):
+        raise UserError(
+            f"{name} {given}: no cache of {arch.name} grows with the tokens, so there is nothing to"
+            " divide",
+            hint="leave it out",
+        )
+    return Value(given, Origin.FLAG, f"given with {name}")
+
+
 def collectives(target: Target, ranks: int) -> Value[str]:
     """What carries the collectives of ranks of one host."""
     if ranks == 1:

@@ -133,6 +133,13 @@ class EngineSettings:
         aliases=("-pcp", "--attn-cp-size"),
         unit="ranks",
     )
+    decode_context_parallel_size: int | None = flag(
+        "--decode-context-parallel-size",
+        "Of these ranks, over how many the entries and index keys of a sequence are divided; each"
+        " then keeps a part of its tokens, and a longer context fits",
+        aliases=("-dcp",),
+        unit="ranks",
+    )
     pipeline_parallel_size: int | None = flag(
         "--pipeline-parallel-size",
         "Stages, each with some of the layers and ranks of its own, which are at work on different"
@@ -246,6 +253,7 @@ class EngineSettings:
         _require_choice("--weights-residency", self.weights_residency, tuple(Residency))
         _require_least("--tensor-parallel-size", self.tensor_parallel_size, 1)
         _require_least("--prefill-context-parallel-size", self.prefill_context_parallel_size, 1)
+        _require_least("--decode-context-parallel-size", self.decode_context_parallel_size, 1)
         _require_least("--pipeline-parallel-size", self.pipeline_parallel_size, 1)
         _require_least("--expert-parallel-size", self.expert_parallel_size, 1)
         # One token of prompt and one of output.

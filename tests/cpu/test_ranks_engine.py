@@ -136,3 +136,16 @@ def test_a_model_that_does_not_divide_is_refused_before_anything_starts(
     with pytest.raises(UserError, match="cannot be divided over 3 ranks: attention heads: 8"):
         load_engine(model, tensor_parallel_size=3)
     assert processes_of(os.getpid()) == before
+
+
+def test_caches_divided_over_ranks_give_what_one_gives(
+    model: RandomModel, expected: list[Result]
+) -> None:
+    """Fewer blocks, of twice as many tokens."""
+    sharded = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}
+    flags = {**FLAGS, "num_blocks_override": 3}
+    with load_engine(model, **sharded, **flags) as engine:
+        assert_same(ask(engine, model), expected)
+        stats, plan = engine.stats(), engine.plan
+    assert stats.alive and stats.num_errors == 0
+    assert plan.block_tokens == 256 and plan.exchange_bytes.value > 0

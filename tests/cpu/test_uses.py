@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -98,10 +100,25 @@ def test_a_layout_that_does_not_divide_is_refused() -> None:
 ATTENTION = ("deepseek-v4-flash", "deepseek-v4.1-flash", "deepseek-v3.2", "glm-5.3")
 
 
+def _of_two_shards(arch: Arch) -> set[tuple[str, Any]]:
+    """Of ranks that divide the caches of a sequence, in every format of keys; the second rank's."""
+    formats = [cache_formats(arch, latents, keys) for latents, keys in _FORMATS]
+    uses = [use for caches in formats for use in served_uses(arch, 2, caches=caches, kv_shards=2)]
+    return {
+        (use.op, replace(use.case, shard=1) if use.op == "step.index_decode" else use.case)
+        for use in uses
+    }
+
+
+_FORMATS = (("fp8", "fp8"), ("fp8", "fp4"), ("bfloat16", "bfloat16"))
+
+
 @pytest.mark.parametrize("name", ATTENTION)
 def test_every_case_at_which_an_op_is_described_is_used(name: str) -> None:
     """Uses are told from the config, cases of an op by its author: the two agree."""
     used = {(use.op, use.case) for use in uses_of(name, 1, "attention")}
+    if name == "deepseek-v4-flash":
+        used |= _of_two_shards(read_arch(name))
     listed = {(op.name, case) for op in OPS.values() for case in op.cases.get(name, ())}
     described = {(op, case) for op, case in listed if Use(op, case).part == "attention"}
     assert described <= used

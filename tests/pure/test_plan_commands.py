@@ -72,7 +72,7 @@ def test_a_command_of_sglang() -> None:
         " --chunked-prefill-size 2048 --enable-dp-attention --disable-cuda-graph"
     )
     assert (read.engine, read.layout) == (SGLANG, Layout(replicas=2, tensor=2, expert=2))
-    assert (read.rows, read.visible, read.tuned, read.eager) == (2048, 4, True, True)
+    assert (read.rows, read.visible, read.tuned, read.eager) == (2048, "0,1,2,3", True, True)
     assert known_model(read.model) == "deepseek-v4.1-flash"
     assert verdicts(read)["--enable-dp-attention"] == NO_EFFECT
     assert known_model("/data/GLM-5.3-NVFP4") == "glm-5.3"
@@ -165,7 +165,8 @@ def test_replicas_are_servers_of_vllm_and_a_flag_of_sglang(planned: Result) -> N
     vllm = emit(asked, VLLM, "m").commands
     reads = [read_command(command) for command in vllm]
     assert [read.layout for read in reads] == [Layout(tensor=2)] * 4
-    assert {read.visible for read in reads} == {2} and len(set(vllm)) == 4
+    assert {read.visible for read in reads} == {"0,1", "2,3", "4,5", "6,7"}
+    assert len(set(vllm)) == 4
     assert [read.requests for read in reads] == [4] * 4
     assert read_command(emit(asked, SGLANG, "m").commands[0]).layout == asked.best.layouts.decode
 

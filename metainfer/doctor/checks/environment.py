@@ -10,6 +10,7 @@ from metainfer.doctor.finding import Check, Finding, Level, Patient
 from metainfer.hardware.facts import Unknown
 from metainfer.hardware.machine import Machine
 from metainfer.hardware.topology import p2p_everywhere, way
+from metainfer.hardware.visible import shown_by
 
 _NAME = "inherited environment"
 
@@ -55,13 +56,8 @@ _REACH = {
 
 
 def _hides_cards(value: str, machine: Machine) -> bool:
-    """CUDA takes entries up to the first that names no card."""
-    known, shown = len(gpus_of(machine)), 0
-    for entry in map(str.strip, value.split(",")):
-        if not (entry.startswith(("GPU-", "MIG-")) or (entry.isdigit() and int(entry) < known)):
-            break
-        shown += 1
-    return shown < known
+    gpus = gpus_of(machine)
+    return len(shown_by(value, gpus).places) < len(gpus)
 
 
 _RULES = (
@@ -111,8 +107,8 @@ _RULES = (
     _Rule(
         "CUDA_VISIBLE_DEVICES",
         _hides_cards,
-        "programs started from here see fewer cards than are examined and planned for; those behind"
-        " the first entry that names no card are hidden too",
+        "programs started from here see fewer cards than are examined, and `metainfer plan` plans"
+        " for no more; those behind the first entry that names no card are hidden too",
         "unset CUDA_VISIBLE_DEVICES, unless the other cards are meant for something else",
         "CUDA C++ Programming Guide",
     ),

@@ -17,7 +17,7 @@ _FLAGS = "features of this model"
 
 
 def serves(patient: Patient) -> Iterator[Finding]:
-    """One rank, one family: said before anything is loaded."""
+    """One family: said before anything is loaded."""
     shape, machine = patient.shape, patient.machine
     if shape is None:
         return
@@ -55,12 +55,10 @@ def _on_cards(shape: ModelShape, machine: Machine) -> Finding:
     return Finding(
         _SERVES,
         Level.WARN,
-        f"{shape.name} does not fit on "
-        + ("these cards as this engine divides it" if several.state is State.WORKS else
-           "one of these cards, and metainfer runs one rank"),
+        f"{shape.name} does not fit on these cards, whatever number of them divides its heads",
         alone.reason,
         "`metainfer serve` would refuse to start",
-        "vLLM or SGLang, or more cards; `metainfer plan` says how to divide it",
+        "more cards; `metainfer plan` says how to divide it otherwise",
     )  # fmt: skip
 
 
