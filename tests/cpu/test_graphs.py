@@ -192,9 +192,12 @@ def test_the_smallest_shape_that_holds_a_step(random_weights: RandomModel) -> No
     assert steps is not None
     assert list(steps.shapes()) == [(4, 3), (4, 1), (1, 3), (1, 1)]
 
+    def blocks(tokens: int) -> tuple[int, ...]:
+        return tuple(range(blocks_for(tokens)))
+
     def shape(*starts: int, rows: int = 1, prompt_logprobs: bool = False, decoding: int = 9):
         parts = tuple(
-            SequenceStep(str(n), n, (0, 1, 2, 3), start, (1,) * rows, 1, prompt_logprobs)
+            SequenceStep(str(n), n, blocks(start + rows), start, (1,) * rows, 1, prompt_logprobs)
             for n, start in enumerate(starts)
         )
         return steps.shape_of(Step(0, StepKind.DECODE, parts, min(decoding, len(parts))))
