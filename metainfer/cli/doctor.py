@@ -119,10 +119,10 @@ def run(terminal: Terminal, options: DoctorOptions) -> int:
 def _matrix(terminal: Terminal, options: DoctorOptions) -> int:
     from metainfer.arch.shape_of import read_shape
     from metainfer.cli.doctor_text import layouts_text, matrix_text, record_of_matrix
-    from metainfer.doctor.estimate import gpus_of
     from metainfer.doctor.layout_matrix import idle_flags, layout_rows
     from metainfer.doctor.matrix import matrix
     from metainfer.hardware.known import machine_of
+    from metainfer.hardware.machine import gpus_of
 
     assert options.model is not None
     shape, machine = read_shape(options.model), machine_of(options.machine)
@@ -148,9 +148,10 @@ def _patient(terminal: Terminal, options: DoctorOptions) -> Patient:
     """All facts, gathered before anything is examined."""
     from metainfer.arch.shape_of import read_shape
     from metainfer.cli.doctor_coverage import coverage_of, dividing
-    from metainfer.doctor.estimate import gpus_of, tensor_sizes
+    from metainfer.doctor.estimate import tensor_sizes
     from metainfer.doctor.finding import Patient
     from metainfer.hardware.known import machine_of
+    from metainfer.hardware.machine import gpus_of
     from metainfer.hardware.ports import read_port
 
     machine = machine_of(options.machine)
@@ -170,8 +171,8 @@ def _record(
     options: DoctorOptions, patient: Patient, findings: tuple[Finding, ...]
 ) -> dict[str, object]:
     from metainfer.cli.doctor_text import record_of_finding
-    from metainfer.doctor.estimate import gpus_of
     from metainfer.doctor.finding import exit_code
+    from metainfer.hardware.machine import gpus_of
     from metainfer.hardware.topology import fingerprint
 
     return {
@@ -190,9 +191,9 @@ def _record(
 
 def _text(options: DoctorOptions, patient: Patient, findings: tuple[Finding, ...]) -> str:
     from metainfer.cli.doctor_text import findings_text
-    from metainfer.doctor.estimate import gpus_of
     from metainfer.hardware.facts import Unknown
     from metainfer.hardware.known import machine_names
+    from metainfer.hardware.machine import gpus_of
 
     gpus = gpus_of(patient.machine)
     names = sorted({gpu.name for gpu in gpus})

@@ -14,6 +14,8 @@ from typing import Protocol, TypeVar
 import torch
 
 from metainfer.core.errors import MetainferError
+from metainfer.plan.routes import DECODE
+from metainfer.plan.wires import PLAIN
 
 T = TypeVar("T")
 
@@ -40,7 +42,8 @@ class Aborted(GroupError):
 class Group(Protocol):
     """A set of ranks that compute one model together; one object for each rank.
 
-    `gather`, `broadcast` and `part` are for outside of steps.
+    Collectives have a phase, one of `plan.routes.PHASES`: what is called so for decoding may stand
+    in a graph. `gather`, `broadcast` and `part` are for outside of steps.
     """
 
     @property
@@ -49,20 +52,24 @@ class Group(Protocol):
     @property
     def size(self) -> int: ...
 
-    def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
+    @property
+    def wire(self) -> str:
+        """In which form numbers that are summed for prefill travel, one of `plan.wires.WIRES`."""
+
+    def all_reduce(self, partial: torch.Tensor, phase: str = DECODE) -> torch.Tensor:
         """Sum over ranks of `partial` (any shape), on every rank.
 
         Summed in fp32 in the order of ranks and rounded once to the dtype of `partial`, which may
-        be overwritten.
+        be overwritten. In prefill what ranks have, and the sum, are rounded to the wire before.
         """
 
-    def all_gather(self, part_N: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, part_N: torch.Tensor, phase: str = DECODE) -> torch.Tensor:
         """[size * N, ...]: the parts of all ranks, of equal shape and any dtype, in their order."""
 
-    def reduce_scatter(self, partial_N: torch.Tensor) -> torch.Tensor:
-        """[N / size, ...]: this rank's rows of what `all_reduce` gives."""
+    def reduce_scatter(self, partial_N: torch.Tensor, phase: str = DECODE) -> torch.Tensor:
+        """[N / size, ...]: this rank's rows of the sum, which is rounded to no wire."""
 
-    def all_to_all(self, parts_N: torch.Tensor) -> torch.Tensor:
+    def all_to_all(self, parts_N: torch.Tensor, phase: str = DECODE) -> torch.Tensor:
         """[N, ...]: of N / size rows each, what every rank had at the place of this one."""
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
@@ -93,21 +100,22 @@ class Solo:
 
     rank: int = 0
     size: int = 1
+    wire: str = PLAIN
 
     def __post_init__(self) -> None:
         if self.size != 1 or self.rank != 0:
             raise MetainferError(f"rank {self.rank} of {self.size} is not alone")
 
-    def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, partial: torch.Tensor, phase: str = DECODE) -> torch.Tensor:
         return partial
 
-    def all_gather(self, part_N: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, part_N: torch.Tensor, phase: str = DECODE) -> torch.Tensor:
         return part_N
 
-    def reduce_scatter(self, partial_N: torch.Tensor) -> torch.Tensor:
+    def reduce_scatter(self, partial_N: torch.Tensor, phase: str = DECODE) -> torch.Tensor:
         return partial_N
 
-    def all_to_all(self, parts_N: torch.Tensor) -> torch.Tensor:
+    def all_to_all(self, parts_N: torch.Tensor, phase: str = DECODE) -> torch.Tensor:
         return parts_N
 
     def send(self, tensor: torch.Tensor, to: int) -> None:

@@ -10,6 +10,8 @@ import torch
 
 from metainfer.comm.group import check_part, share_rows
 from metainfer.core.errors import MetainferError
+from metainfer.plan.routes import DECODE
+from metainfer.plan.wires import PLAIN
 
 T = TypeVar("T")
 
@@ -20,17 +22,18 @@ class OnPaper:
 
     rank: int
     size: int
+    wire: str = PLAIN
 
-    def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, partial: torch.Tensor, phase: str = DECODE) -> torch.Tensor:
         return partial
 
-    def all_gather(self, part_N: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, part_N: torch.Tensor, phase: str = DECODE) -> torch.Tensor:
         return part_N.repeat(self.size, *[1] * (part_N.dim() - 1))
 
-    def reduce_scatter(self, partial_N: torch.Tensor) -> torch.Tensor:
+    def reduce_scatter(self, partial_N: torch.Tensor, phase: str = DECODE) -> torch.Tensor:
         return partial_N[: share_rows(len(partial_N), self.size)]
 
-    def all_to_all(self, parts_N: torch.Tensor) -> torch.Tensor:
+    def all_to_all(self, parts_N: torch.Tensor, phase: str = DECODE) -> torch.Tensor:
         return parts_N
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
@@ -46,7 +49,7 @@ class OnPaper:
         return value
 
     def part(self, ranks: Sequence[int]) -> OnPaper:
-        return OnPaper(check_part(ranks, self), len(ranks))
+        return OnPaper(check_part(ranks, self), len(ranks), self.wire)
 
     def close(self) -> None:
         return None

@@ -75,9 +75,10 @@ class VirtualGroup:
     """See `virtual_groups`."""
 
     def __init__(self, world: _World, members: Sequence[int], rank: int, key: Any,
-                 deadline_s: float) -> None:  # fmt: skip
+                 deadline_s: float, wire: str) -> None:  # fmt: skip
         """`members`: ranks of the world, of which this is `members[rank]`."""
         self.rank = rank
+        self.wire = wire
         self.size = len(members)
         self._world, self._members, self._key = world, tuple(members), key
         self._deadline_s = deadline_s
@@ -85,22 +86,26 @@ class VirtualGroup:
         self._number = 0
         self._parts = 0
 
-    def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
-        return self._exchange(_call("all_reduce", partial), partial, sum_in_order)
+    def all_reduce(self, partial: torch.Tensor, phase: str = DECODE) -> torch.Tensor:
+        wire = wire_of(self.wire if phase == PREFILL else PLAIN, partial)
+        return self._exchange(
+            _call("all_reduce", partial), partial, lambda found: _rounded(_sum(found, wire), wire)
+        )
 
-    def all_gather(self, part_N: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, part_N: torch.Tensor, phase: str = DECODE) -> torch.Tensor:
         return self._exchange(_call("all_gather", part_N), part_N, torch.cat)
 
-    def reduce_scatter(self, partial_N: torch.Tensor) -> torch.Tensor:
+    def reduce_scatter(self, partial_N: torch.Tensor, phase: str = DECODE) -> torch.Tensor:
         rows = share_rows(len(partial_N), self.size)
         own = slice(self.rank * rows, (self.rank + 1) * rows)
+        wire = wire_of(self.wire if phase == PREFILL else PLAIN, partial_N)
         return self._exchange(
             _call("reduce_scatter", partial_N),
             partial_N,
-            lambda found: sum_in_order([partial[own] for partial in found]),
+            lambda found: _sum([partial[own] for partial in found], wire),
         )
 
-    def all_to_all(self, parts_N: torch.Tensor) -> torch.Tensor:
+    def all_to_all(self, parts_N: torch.Tensor, phase: str = DECODE) -> torch.Tensor:
         rows = share_rows(len(parts_N), self.size)
         own = slice(self.rank * rows, (self.rank + 1) * rows)
         return self._exchange(
@@ -141,7 +146,7 @@ class VirtualGroup:
         self._parts += 1
         members = [self._members[member] for member in ranks]
         key = (self._key, self._parts, tuple(members))
-        return VirtualGroup(self._world, members, rank, key, self._deadline_s)
+        return VirtualGroup(self._world, members, rank, key, self._deadline_s, self.wire)
 
     def abort(self, why: str) -> None:
         """End what all ranks wait for, whichever group they wait in."""
@@ -209,10 +214,25 @@ def _call(operation: str, tensor: torch.Tensor) -> str:
     return f"{operation} of {tensor.dtype} {list(tensor.shape)}".replace("torch.", "")
 
 
-def virtual_groups(size: int, deadline_s: float = DEADLINE_S) -> list[VirtualGroup]:
+def _sum(parts: Sequence[torch.Tensor], wire: Wire) -> torch.Tensor:
+    """Of what arrives of each part."""
+    return sum_in_order([_rounded(part, wire) for part in parts])
+
+
+def _rounded(tensor: torch.Tensor, wire: Wire) -> torch.Tensor:
+    """What arrives of it."""
+    if isinstance(wire, Plain):
+        return tensor
+    found = wire.decode(wire.encode(tensor.contiguous().view(-1)))
+    return found.to(tensor.dtype).view(tensor.shape)
+
+
+def virtual_groups(
+    size: int, deadline_s: float = DEADLINE_S, wire: str = PLAIN
+) -> list[VirtualGroup]:
     """The groups of `size` ranks, each for one thread; see `run_ranks`."""
     world = _World(size)
-    return [VirtualGroup(world, range(size), rank, (), deadline_s) for rank in range(size)]
+    return [VirtualGroup(world, range(size), rank, (), deadline_s, wire) for rank in range(size)]
 
 
 def run_ranks(groups: Sequence[VirtualGroup], body: Callable[[Group], T]) -> list[T]:

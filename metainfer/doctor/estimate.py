@@ -6,13 +6,11 @@ today. Where the record says too little there is no estimate.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from metainfer.arch.shapes import ModelShape
 from metainfer.doctor.finding import Patient
-from metainfer.hardware.facts import Unknown
-from metainfer.hardware.machine import Gpu, Machine
+from metainfer.hardware.machine import Machine, gpus_of
 from metainfer.plan.candidates import refusal
 from metainfer.plan.cost.constants import Constants, Profile, read_constants
 from metainfer.plan.cost.phases import Phases
@@ -22,10 +20,6 @@ from metainfer.plan.workload import Workload, workload_within
 
 STOCK = "stock"
 _SIZES = (1, 2, 4, 8, 16)
-
-
-def gpus_of(machine: Machine) -> Sequence[Gpu]:
-    return () if isinstance(machine.gpus, Unknown) else machine.gpus
 
 
 def workload_of(shape: ModelShape) -> Workload:

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from metainfer.doctor.estimate import gpus_of
 from metainfer.hardware.facts import Unknown
-from metainfer.hardware.machine import Machine
+from metainfer.hardware.machine import Machine, gpus_of
 
 _FOLDER = Path(__file__).parent / "data"
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from metainfer.arch.shapes import ModelShape
 from metainfer.core.units import format_bytes
 from metainfer.doctor.checks.notes import counts
-from metainfer.doctor.estimate import STOCK, gpus_of, workload_of
+from metainfer.doctor.estimate import STOCK, workload_of
 from metainfer.doctor.finding import Patient
 from metainfer.doctor.known import read_notes
 from metainfer.doctor.matrix import TENSOR_PARALLEL, Cell, State, matrix
-from metainfer.hardware.machine import Machine
+from metainfer.hardware.machine import Machine, gpus_of
 from metainfer.plan.candidates import refusal
 from metainfer.plan.cost.constants import read_constants
 from metainfer.plan.cost.phases import Phases

@@ -11,8 +11,7 @@ from enum import StrEnum
 from types import MappingProxyType
 
 from metainfer.arch.shapes import ModelShape
-from metainfer.doctor.estimate import gpus_of
-from metainfer.hardware.machine import Machine
+from metainfer.hardware.machine import Machine, gpus_of
 from metainfer.plan.layout_flags import has_flag
 
 TENSOR_PARALLEL = "tensor parallel (TP)"

@@ -17,9 +17,11 @@ from metainfer.hardware.facts import NOT_ASKED, Unknown, plain, record_of
 from metainfer.hardware.pcie import Bridge, PcieLink, Peer
 
 __all__ = ["Bridge", "Clocks", "Cpu", "Curve", "Gpu", "Host", "Machine", "Memory", "NumaNode",
-           "PcieLink", "Peer", "Power", "Process", "Rate", "Source", "Unknown"]  # fmt: skip
+           "PcieLink", "Peer", "Power", "Process", "Rate", "Source", "Unknown",
+           "gpus_of"]  # fmt: skip
 
 MACHINE_VERSION = 2
+_AMD = ("AMD", "EPYC", "Threadripper", "Ryzen")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,13 @@ class Cpu:
     logical_cores: int
     quota_cores: float | None
     isa: tuple[str, ...] | Unknown
+
+    @property
+    def of_amd(self) -> bool | None:
+        """Whether AMD made it, which NCCL asks too; None where the record does not name it."""
+        if isinstance(self.model, Unknown):
+            return None
+        return any(word in self.model for word in _AMD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,3 +249,8 @@ class Machine:
         machine: Machine = record_of(cls, record)
         require_coherent(machine)
         return machine
+
+
+def gpus_of(machine: Machine) -> tuple[Gpu, ...]:
+    """Its GPUs; none where nobody could list them."""
+    return () if isinstance(machine.gpus, Unknown) else machine.gpus

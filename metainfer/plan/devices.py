@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from metainfer.core.errors import UserError
 from metainfer.hardware.device_names import gpu_number
-from metainfer.hardware.machine import Gpu, Machine, Unknown
+from metainfer.hardware.machine import Gpu, Machine, Unknown, gpus_of
 from metainfer.ops.base import Target
 from metainfer.ops.targets import parse_portable
 from metainfer.plan.plan import Origin, Value
@@ -47,7 +47,7 @@ def gpu_targets(machine: Machine, settings: EngineSettings) -> list[Target]:
 def _asked_gpus(machine: Machine, settings: EngineSettings) -> tuple[Gpu, ...]:
     if settings.device == "cpu":
         return ()
-    gpus: tuple[Gpu, ...] = () if isinstance(machine.gpus, Unknown) else machine.gpus
+    gpus = gpus_of(machine)
     asked = gpu_number(settings.device or "")
     if asked is None or not gpus:
         return gpus

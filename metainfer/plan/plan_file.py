@@ -18,7 +18,7 @@ from metainfer.arch.shape_of import shape_of_v4
 from metainfer.arch.shapes import shape_key
 from metainfer.core.config import flags_of
 from metainfer.core.errors import MetainferError, UserError
-from metainfer.hardware.machine import Machine, Unknown
+from metainfer.hardware.machine import Machine, gpus_of
 from metainfer.hardware.topology import fingerprint
 from metainfer.plan.layout_flags import axes_of, has_flag, not_done, not_run, sizes_of, words_of
 from metainfer.plan.layouts import Formats, Layout, Layouts
@@ -216,7 +216,7 @@ def _check_axis(file: PlanFile, name: str, value: int, given: int | None) -> Non
 def _of_machine(file: PlanFile, machine: Machine) -> Iterator[str]:
     if file.fingerprint == fingerprint(machine):
         return
-    gpus = () if isinstance(machine.gpus, Unknown) else machine.gpus
+    gpus = gpus_of(machine)
     if tuple(gpu.name for gpu in gpus) == file.gpus:
         differs = "with other links, host or driver than this one"
     else:

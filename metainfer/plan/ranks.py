@@ -5,7 +5,7 @@ from __future__ import annotations
 from metainfer.arch.record import Arch
 from metainfer.arch.split import check_split
 from metainfer.core.errors import UserError
-from metainfer.hardware.machine import Gpu, Machine, Unknown
+from metainfer.hardware.machine import Gpu, Machine, gpus_of
 from metainfer.ops.base import Target
 from metainfer.plan.plan import Origin, Value
 from metainfer.plan.settings import EngineSettings
@@ -122,7 +122,7 @@ def rank_gpus(machine: Machine, first: int, ranks: int) -> tuple[Gpu, ...]:
 
     Raises UserError where there are too few, or where they run different code.
     """
-    gpus: tuple[Gpu, ...] = () if isinstance(machine.gpus, Unknown) else machine.gpus
+    gpus = gpus_of(machine)
     chosen = gpus[first : first + ranks]
     if ranks > 1 and len(chosen) < ranks:
         after = "" if first == 0 else f" from cuda:{first} on"

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from metainfer.arch.shapes import shape_key
-from metainfer.hardware.facts import Unknown
+from metainfer.hardware.machine import gpus_of
 from metainfer.hardware.topology import fingerprint
 from metainfer.plan.cost.phases import Step
 from metainfer.plan.cost.transfers import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
@@ -22,7 +22,7 @@ _SIZES = (4096, 65536, 2**20, 2**24, 2**27)
 
 def record(result: Result, ahead: Outlook | None = None, shown: int = 10) -> dict[str, Any]:
     """JSON-ready. Seconds, bytes, tokens."""
-    gpus = () if isinstance(result.machine.gpus, Unknown) else result.machine.gpus
+    gpus = gpus_of(result.machine)
     return {
         "version": RECORD_VERSION,
         "kind": KIND,

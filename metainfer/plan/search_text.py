@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 
 from metainfer.core.units import format_bytes, format_seconds
-from metainfer.hardware.facts import Unknown
+from metainfer.hardware.machine import gpus_of
 from metainfer.plan.choices import caches_text
 from metainfer.plan.command_text import command_lines
 from metainfer.plan.cost.phases import Step
@@ -65,7 +65,7 @@ def _step(best: Candidate) -> str:
 
 def _asked(result: Result) -> list[str]:
     work, machine = result.workload, result.machine
-    gpus = () if isinstance(machine.gpus, Unknown) else machine.gpus
+    gpus = gpus_of(machine)
     arrives = (
         f"{work.requests_at_once} at once"
         if work.request_rate_per_s is None

@@ -346,3 +346,17 @@ def test_a_file_of_a_machine_is_read_with_a_mark_of_its_encoding_and_not_without
         file.truncate(2**34)
     with pytest.raises(UserError, match=r"large\.json: the machine is not a JSON record"):
         machine_of(str(large))
+
+
+@pytest.mark.parametrize(
+    ("model", "amd"),
+    [
+        ("AMD EPYC 9555 64-Core Processor", True),
+        ("AMD Ryzen Threadripper PRO 7995WX", True),
+        ("Ryzen 9 9950X", True),
+        ("Intel(R) Xeon(R) 6787P", False),
+        (Unknown("nobody looked"), None),
+    ],
+)
+def test_whose_processor_it_is_is_asked_in_one_place(model, amd):
+    assert replace(make_machine().cpu, model=model).of_amd is amd

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from metainfer.core.units import format_bytes
 from metainfer.doctor.finding import Check, Finding, Level, Patient
 from metainfer.hardware.facts import Unknown
-from metainfer.hardware.machine import Gpu, Power
+from metainfer.hardware.machine import Power, gpus_of
 
 _THROTTLE = "clocks"
 _POWER = "power limit"
@@ -25,7 +25,7 @@ _HARMLESS = frozenset({"idle", "clocks set by an application"})
 
 
 def throttle(patient: Patient) -> Iterator[Finding]:
-    for place, gpu in _gpus(patient):
+    for place, gpu in enumerate(gpus_of(patient.machine)):
         if isinstance(gpu.throttle, Unknown):
             continue
         reasons = [reason for reason in gpu.throttle if reason not in _HARMLESS]
@@ -45,7 +45,7 @@ def throttle(patient: Patient) -> Iterator[Finding]:
 
 def power(patient: Patient) -> Iterator[Finding]:
     """A limit below the one that the card comes with is a choice; it should be a known one."""
-    for place, gpu in _gpus(patient):
+    for place, gpu in enumerate(gpus_of(patient.machine)):
         if not isinstance(gpu.power, Power):
             continue
         limit, default = gpu.power.limit_w, gpu.power.default_limit_w
@@ -63,7 +63,7 @@ def power(patient: Patient) -> Iterator[Finding]:
 
 def mixed(patient: Patient) -> Iterator[Finding]:
     """Ranks in step go as fast as the slowest, and fit what the smallest holds."""
-    gpus = [gpu for _, gpu in _gpus(patient)]
+    gpus = gpus_of(patient.machine)
     kinds = sorted({(gpu.name, gpu.memory_bytes) for gpu in gpus})
     if len(kinds) > 1:
         listed = "; ".join(f"{name} with {format_bytes(size)}" for name, size in kinds)
@@ -83,7 +83,7 @@ def mixed(patient: Patient) -> Iterator[Finding]:
 
 def held(patient: Patient) -> Iterator[Finding]:
     """Memory that nobody who still serves may need: workers survive a server that was killed."""
-    for place, gpu in _gpus(patient):
+    for place, gpu in enumerate(gpus_of(patient.machine)):
         used = gpu.memory_bytes - gpu.free_bytes
         if used < gpu.memory_bytes // 50 or (gpu.processes == () and used < _RESERVED_BYTES):
             continue
@@ -111,7 +111,7 @@ def spinning(patient: Patient) -> Iterator[Finding]:
     """Collectives wait by spinning: busy, and cold."""
     waiting = [
         f"GPU {place}: {gpu.utilisation:.0%}, {gpu.power.draw_w:.0f} of {gpu.power.limit_w:.0f} W"
-        for place, gpu in _gpus(patient)
+        for place, gpu in enumerate(gpus_of(patient.machine))
         if isinstance(gpu.power, Power)
         and not isinstance(gpu.utilisation, Unknown)
         and not isinstance(gpu.power.draw_w, Unknown)
@@ -132,7 +132,7 @@ def spinning(patient: Patient) -> Iterator[Finding]:
 
 
 def mig(patient: Patient) -> Iterator[Finding]:
-    for place, gpu in _gpus(patient):
+    for place, gpu in enumerate(gpus_of(patient.machine)):
         if gpu.mig is True:
             yield Finding(
                 _MIG,
@@ -142,11 +142,6 @@ def mig(patient: Patient) -> Iterator[Finding]:
                 "a slice has a share of memory, SMs and bandwidth, and no peer access",
                 f"nvidia-smi -i {place} -mig 0, unless the split is wanted",
             )
-
-
-def _gpus(patient: Patient) -> Iterator[tuple[int, Gpu]]:
-    gpus = patient.machine.gpus
-    yield from enumerate(() if isinstance(gpus, Unknown) else gpus)
 
 
 def _name(name: str | Unknown) -> str:

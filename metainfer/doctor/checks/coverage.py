@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from metainfer.core.units import format_count
-from metainfer.doctor.estimate import gpus_of
 from metainfer.doctor.finding import Check, Finding, Level, Patient
 from metainfer.hardware.facts import Unknown
+from metainfer.hardware.machine import gpus_of
 from metainfer.ops.kernel_order import NO_KERNEL
 
 _COVERED = "kernel coverage"

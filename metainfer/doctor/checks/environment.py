@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from metainfer.doctor.estimate import gpus_of
 from metainfer.doctor.finding import Check, Finding, Level, Patient
 from metainfer.hardware.facts import Unknown
-from metainfer.hardware.machine import Machine
+from metainfer.hardware.machine import Machine, gpus_of
 from metainfer.hardware.topology import p2p_everywhere, way
 from metainfer.hardware.visible import shown_by
 

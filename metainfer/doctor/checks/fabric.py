@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from metainfer.doctor.estimate import gpus_of
 from metainfer.doctor.finding import Check, Finding, Level, Patient
 from metainfer.hardware.cards import card_of_gpu
 from metainfer.hardware.curves import (
@@ -18,7 +17,7 @@ from metainfer.hardware.curves import (
     trusted,
 )
 from metainfer.hardware.facts import Unknown
-from metainfer.hardware.machine import Machine
+from metainfer.hardware.machine import Machine, gpus_of
 from metainfer.hardware.measured import rate_of
 from metainfer.hardware.topology import islands, p2p_everywhere, way
 from metainfer.plan.cost.constants import MEASURED, read_constants

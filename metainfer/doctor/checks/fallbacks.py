@@ -12,16 +12,10 @@ from types import MappingProxyType
 from typing import Any
 
 from metainfer.arch.shapes import ModelShape
-from metainfer.doctor.estimate import (
-    gpus_of,
-    predicted,
-    tensor_layouts,
-    tensor_sizes,
-    workload_of,
-)
+from metainfer.doctor.estimate import predicted, tensor_layouts, tensor_sizes, workload_of
 from metainfer.doctor.finding import Check, Finding, Level, Patient
 from metainfer.hardware.facts import Unknown
-from metainfer.hardware.machine import Machine
+from metainfer.hardware.machine import Machine, gpus_of
 from metainfer.ops.kernel_order import NO_KERNEL
 from metainfer.plan.cost.constants import read_constants
 from metainfer.plan.cost.parts import ATTENTION, EXPERTS, HEAD, INDEXER, PRODUCTS, SMALL, STREAMS

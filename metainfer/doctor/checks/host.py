@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from metainfer.doctor.estimate import gpus_of
 from metainfer.doctor.finding import Check, Finding, Level, Patient
 from metainfer.hardware.facts import Unknown
+from metainfer.hardware.machine import gpus_of
 from metainfer.hardware.topology import p2p_everywhere
 
 _BANDWIDTH = "bandwidth of host memory"

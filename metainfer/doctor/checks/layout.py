@@ -6,8 +6,9 @@ import re
 from collections.abc import Iterator
 
 from metainfer.core.errors import UserError
-from metainfer.doctor.estimate import STOCK, gpus_of, workload_of
+from metainfer.doctor.estimate import STOCK, workload_of
 from metainfer.doctor.finding import Check, Finding, Level, Patient
+from metainfer.hardware.machine import gpus_of
 from metainfer.plan.emit import emit
 from metainfer.plan.engine_commands import VLLM
 from metainfer.plan.found import Candidate

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from metainfer.doctor.estimate import gain, gpus_of
+from metainfer.doctor.estimate import gain
 from metainfer.doctor.finding import Check, Finding, Level, Patient
 from metainfer.hardware.facts import NOT_ASKED, Unknown
-from metainfer.hardware.machine import Gpu, Machine
+from metainfer.hardware.machine import Gpu, Machine, gpus_of
 from metainfer.hardware.pcie import PcieLink
 from metainfer.hardware.topology import shared_uplinks
 
@@ -144,8 +144,7 @@ def _said(estimate: str) -> str:
 
 
 def _links(patient: Patient) -> Iterator[tuple[int, Gpu, PcieLink | Unknown]]:
-    gpus = patient.machine.gpus
-    for place, gpu in enumerate(() if isinstance(gpus, Unknown) else gpus):
+    for place, gpu in enumerate(gpus_of(patient.machine)):
         yield place, gpu, gpu.link
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from metainfer.core.units import format_bytes
-from metainfer.doctor.estimate import gpus_of, tensor_layouts, tensor_sizes, workload_of
+from metainfer.doctor.estimate import tensor_layouts, tensor_sizes, workload_of
 from metainfer.doctor.finding import Check, Finding, Level, Patient
 from metainfer.hardware.facts import Unknown
+from metainfer.hardware.machine import gpus_of
 from metainfer.plan.layouts import Formats
 from metainfer.plan.ledger_ranks import RankLedgers, most_context, most_sequences
 from metainfer.plan.rank_lines import RankLedger

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from metainfer.arch.shapes import ModelShape
-from metainfer.doctor.estimate import STOCK, gpus_of, predicted, tensor_sizes, told
+from metainfer.doctor.estimate import STOCK, predicted, tensor_sizes, told
 from metainfer.doctor.finding import Check, Finding, Level, Patient
 from metainfer.hardware.curves import COPY, LOAD, NCCL, STORE, Curve, trusted
 from metainfer.hardware.facts import Unknown
-from metainfer.hardware.machine import Machine
+from metainfer.hardware.machine import Machine, gpus_of
 from metainfer.hardware.topology import p2p_everywhere, way
 from metainfer.plan.cost.constants import read_constants
 from metainfer.plan.cost.links import Links
@@ -64,7 +64,7 @@ def level(patient: Patient) -> Iterator[Finding]:
         yield Finding(_LEVEL, Level.OK, f"NCCL_P2P_LEVEL={given} takes peer access for all pairs",
                       f"{len(apart)} pairs meet at the processor")  # fmt: skip
         return
-    amd = _amd(machine)
+    amd = machine.cpu.of_amd
     if amd is True and not given:
         yield Finding(_LEVEL, Level.OK, "on an AMD host NCCL takes peer access for all pairs",
                       f"{machine.cpu.model}")  # fmt: skip
@@ -151,7 +151,7 @@ def host(patient: Patient) -> Iterator[Finding]:
     """NCCL counts 16 GB/s for AMD processors, and then prefers worse ways."""
     machine = patient.machine
     gpus = gpus_of(machine)
-    if len(gpus) < 2 or machine.nvlink is True or _amd(machine) is not True:
+    if len(gpus) < 2 or machine.nvlink is True or machine.cpu.of_amd is not True:
         return
     rates = [
         rate
@@ -263,14 +263,6 @@ def _on_the_bus(curve: Curve) -> float:
 
 def _crosses(between: object) -> bool:
     return getattr(between, "crosses_sockets", False) is True
-
-
-def _amd(machine: Machine) -> bool | None:
-    """None where the record does not name the processor."""
-    model = machine.cpu.model
-    if isinstance(model, Unknown):
-        return None
-    return any(word in model for word in ("AMD", "EPYC", "Threadripper", "Ryzen"))
 
 
 def _cpu(machine: Machine) -> str:

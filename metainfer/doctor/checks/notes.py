@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from metainfer.doctor.estimate import gpus_of, tensor_sizes
+from metainfer.doctor.estimate import tensor_sizes
 from metainfer.doctor.finding import Check, Finding, Level, Patient
 from metainfer.doctor.known import Note, read_notes
+from metainfer.hardware.machine import gpus_of
 
 
 def notes(patient: Patient) -> Iterator[Finding]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from metainfer.core.units import format_bytes
 from metainfer.doctor.finding import Check, Finding, Level, Patient
 from metainfer.hardware.facts import Unknown
-from metainfer.hardware.machine import Machine
+from metainfer.hardware.machine import gpus_of
 from metainfer.hardware.topology import islands
 
 _P2P = "peer access"
@@ -23,7 +23,7 @@ _REPORTS = "github.com/local-inference-lab/rtx6kpro, hardware pages: RTX PRO 600
 def peer_access(patient: Patient) -> Iterator[Finding]:
     """What the driver says. That it works, only a payload shows."""
     machine = patient.machine
-    if _count(machine) < 2:
+    if len(gpus_of(machine)) < 2:
         return
     if isinstance(machine.peers, Unknown):
         yield Finding(
@@ -64,7 +64,7 @@ def peer_access(patient: Patient) -> Iterator[Finding]:
 def access_control(patient: Patient) -> Iterator[Finding]:
     """ACS redirects send what could go from card to card through the root."""
     machine = patient.machine
-    if isinstance(machine.bridges, Unknown) or _count(machine) < 2:
+    if isinstance(machine.bridges, Unknown) or len(gpus_of(machine)) < 2:
         return
     on = [bridge.name for bridge in machine.bridges if bridge.acs_redirects is True]
     unknown = [b for b in machine.bridges if isinstance(b.acs_redirects, Unknown)]
@@ -95,7 +95,7 @@ def access_control(patient: Patient) -> Iterator[Finding]:
 def iommu(patient: Patient) -> Iterator[Finding]:
     """Translation costs peers bandwidth, or breaks them."""
     state = patient.machine.host.iommu
-    if _count(patient.machine) < 2:
+    if len(gpus_of(patient.machine)) < 2:
         return
     if isinstance(state, Unknown):
         yield Finding(
@@ -120,7 +120,7 @@ def iommu(patient: Patient) -> Iterator[Finding]:
 
 def hmm(patient: Patient) -> Iterator[Finding]:
     state = patient.machine.host.hmm
-    if isinstance(state, Unknown) or _count(patient.machine) < 2:
+    if isinstance(state, Unknown) or len(gpus_of(patient.machine)) < 2:
         return
     if state:
         yield Finding(
@@ -173,10 +173,6 @@ def sockets(patient: Patient) -> Iterator[Finding]:
         " use collectives that cross once (`metainfer plan` compares them)",
         "github.com/flashinfer-ai/flashinfer/pull/4870; " + _REPORTS,
     )
-
-
-def _count(machine: Machine) -> int:
-    return 0 if isinstance(machine.gpus, Unknown) else len(machine.gpus)
 
 
 CHECKS = (

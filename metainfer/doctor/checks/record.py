@@ -12,12 +12,11 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from metainfer.core.units import format_bytes
-from metainfer.doctor.estimate import gpus_of
 from metainfer.doctor.finding import Check, Finding, Level, Patient
 from metainfer.hardware.cards import Card, all_cards, card_of_gpu
 from metainfer.hardware.curves import FROM_HOST, LOAD, MEASURED_HERE, STORE, TO_HOST, Curve
 from metainfer.hardware.facts import Unknown
-from metainfer.hardware.machine import Clocks, Gpu, Machine, Power
+from metainfer.hardware.machine import Clocks, Gpu, Machine, Power, gpus_of
 from metainfer.hardware.pcie import PcieLink
 
 _IMPOSSIBLE = "impossible values"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from metainfer.arch.shapes import ModelShape
-from metainfer.doctor.estimate import gpus_of, tensor_layouts, tensor_sizes, workload_of
+from metainfer.doctor.estimate import tensor_layouts, tensor_sizes, workload_of
 from metainfer.doctor.finding import Check, Finding, Level, Patient
 from metainfer.doctor.matrix import TENSOR_PARALLEL, State, matrix
-from metainfer.hardware.machine import Machine
+from metainfer.hardware.machine import Machine, gpus_of
 from metainfer.plan.layouts import Formats
 from metainfer.plan.ledger_ranks import RankLedgers
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from metainfer.doctor.estimate import gpus_of
 from metainfer.doctor.finding import Check, Finding, Level, Patient
 from metainfer.doctor.known import Pair, read_pairs, versions_of
-from metainfer.hardware.machine import Machine
+from metainfer.hardware.machine import Machine, gpus_of
 
 _NAME = "versions"
 

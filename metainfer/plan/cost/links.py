@@ -15,7 +15,7 @@ from itertools import permutations
 from metainfer.hardware.cards import card_of_gpu
 from metainfer.hardware.curves import COPY, FROM_HOST, STORE, TO_HOST, trusted
 from metainfer.hardware.facts import Unknown
-from metainfer.hardware.machine import Gpu, Machine
+from metainfer.hardware.machine import Gpu, Machine, gpus_of
 from metainfer.hardware.pcie import Bridge, PcieLink
 from metainfer.hardware.topology import above
 from metainfer.plan.cost.constants import INFERRED, Constants
@@ -33,7 +33,7 @@ class Links:
     def __init__(self, machine: Machine, constants: Constants) -> None:
         self._machine = machine
         self._constants = constants
-        self._gpus: Sequence[Gpu] = () if isinstance(machine.gpus, Unknown) else machine.gpus
+        self._gpus = gpus_of(machine)
         self.nvlink = machine.nvlink is True
         self.origin = INFERRED
         self.problem = ""
@@ -48,8 +48,7 @@ class Links:
         }
         if isinstance(machine.peers, Unknown) and not self.nvlink:
             self._denied |= self._denied_by_card()
-        cpu = machine.cpu.model
-        self.amd_host = isinstance(cpu, str) and any(w in cpu for w in ("AMD", "EPYC", "Threadrip"))
+        self.amd_host = machine.cpu.of_amd is True
         self._cache: dict[tuple[str, int, int], float] = {}
 
     def groups(self, ranks: int, groups: int) -> list[tuple[int, ...]]:

@@ -14,7 +14,7 @@ from itertools import pairwise
 from metainfer.hardware.cards import card_of_gpu
 from metainfer.hardware.curves import MEASURED_HERE, Rate
 from metainfer.hardware.facts import NOT_ASKED, Unknown
-from metainfer.hardware.machine import Gpu, Machine
+from metainfer.hardware.machine import Gpu, Machine, gpus_of
 from metainfer.plan.cost.constants import INFERRED, MEASURED, PUBLISHED, Constants, Profile
 from metainfer.plan.cost.parts import COPY, Part
 
@@ -83,7 +83,7 @@ class Rates:
         self._profile = profile
         self._cache: dict[tuple[str, float], Found] = {}
         self.problem = ""
-        gpus = () if isinstance(machine.gpus, Unknown) else machine.gpus
+        gpus = gpus_of(machine)
         nominals = [nominal_of(gpu, constants) for gpu in gpus]
         for nominal in nominals:
             if isinstance(nominal, Unknown):

@@ -6,13 +6,11 @@ groups of ranks exchange at once: links that several of them use are shared.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from metainfer.hardware.cards import card_of_gpu
 from metainfer.hardware.curves import COPY, LOAD, NCCL, RING, STAGED, STORE, Curve, trusted
-from metainfer.hardware.facts import Unknown
-from metainfer.hardware.machine import Gpu, Machine
+from metainfer.hardware.machine import Machine, gpus_of
 from metainfer.plan.cost.constants import INFERRED, MEASURED, Constants, Profile
 from metainfer.plan.cost.curves_of import largest_rate
 from metainfer.plan.cost.links import Links
@@ -48,7 +46,7 @@ class Transfers:
         self._curves = trusted(machine.curves)
         self._constants = constants
         self._profile = profile
-        self._gpus: Sequence[Gpu] = () if isinstance(machine.gpus, Unknown) else machine.gpus
+        self._gpus = gpus_of(machine)
         self._links = Links(machine, constants)
         self._machine = machine
         self._cache: dict[tuple[str, float, int, int], Exchange] = {}
