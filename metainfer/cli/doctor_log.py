@@ -34,9 +34,12 @@ def read_log(terminal: Terminal, log: str, *, as_json: bool) -> int:
         report = scan(sys.stdin.buffer, known)
     else:
         path = Path(log)
-        with path.open("rb") as stream, terminal.progress(f"reading {path.name}") as progress:
-            size = path.stat().st_size
-            report = scan(stream, known, lambda done: progress.update(done, max(done, size)))
+        try:
+            with path.open("rb") as stream, terminal.progress(f"reading {path.name}") as progress:
+                size = path.stat().st_size
+                report = scan(stream, known, lambda done: progress.update(done, max(done, size)))
+        except OSError as error:
+            raise UserError(f"--log: {log} cannot be read: {error.strerror}") from error
     name = "the log on stdin" if log == "-" else log
     if as_json:
         terminal.data(json.dumps(record(name, report, len(known.patterns)), indent=2))

@@ -17,6 +17,8 @@ from metainfer.hardware.probe import probe
 _FOLDER = Path(__file__).parent / "machines"
 _MOST_BYTES = 16 * 10**6
 """Of a record; one of 64 GPUs with all curves has under a tenth of it."""
+_SHOWN = 200
+"""Characters of what was given, in a sentence."""
 
 
 def machine_names() -> tuple[str, ...]:
@@ -38,21 +40,42 @@ def machine_of(text: str | None) -> Machine:
     if text in machine_names():
         return Machine.from_json((_FOLDER / f"{text}.json").read_text(encoding="utf-8"))
     path = Path(text)
-    if not path.is_file():
-        raise UserError(f"--machine: '{text}' is no file and no recorded machine", hint=_near(text))
-    if path.stat().st_size > _MOST_BYTES:
+    if not _is_file(path):
+        shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
         raise UserError(
-            f"{path}: the machine is not a JSON record",
-            hint=f"it has more than {_MOST_BYTES / 1e6:.0f} MB",
+            f"--machine: '{shown}' is no file and no recorded machine", hint=_near(text)
         )
+    read = _read(path)
     try:
-        return Machine.from_json(path.read_text(encoding="utf-8-sig"))
+        return Machine.from_json(read.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise UserError(
             f"{path}: the machine is not a JSON record", hint="it is not text"
         ) from error
     except UserError as error:
         raise UserError(f"{path}: {error.message}", hint=error.hint) from error
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # such as a name that is too long for one
+        return False
+
+
+def _read(path: Path) -> bytes:
+    """Raises UserError naming what cannot be read, or is too long; some files have no size."""
+    try:
+        with path.open("rb") as file:
+            read = file.read(_MOST_BYTES + 1)
+    except OSError as error:
+        raise UserError(f"--machine: {path} cannot be read: {error.strerror}") from error
+    if len(read) > _MOST_BYTES:
+        raise UserError(
+            f"{path}: the machine is not a JSON record",
+            hint=f"it has more than {_MOST_BYTES / 1e6:.0f} MB",
+        )
+    return read
 
 
 def _near(text: str) -> str:

@@ -24,8 +24,8 @@ VERDICTS = (KEPT, MAPPED, ABSENT, NO_EFFECT, UNKNOWN)
 """Of a flag: metainfer has it, has it otherwise, does not have what it does, needs none; none that
 is known here."""
 
-_MOST_CHARACTERS = 2**20
-"""Of a file with a command that are read."""
+_MOST_BYTES = 10**6
+"""Of a file with a command; the longest that people posted has a few thousand."""
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
 _STARTS = {
     VLLM: (("vllm", "serve"), ("-m", "vllm.entrypoints.openai.api_server")),
@@ -139,18 +139,36 @@ def known_model(named: str) -> str:
 def read_command(text: str) -> SetUp:
     """Of a command or of the file that holds it.
 
-    Raises UserError where no engine is started, and for values that are no numbers.
+    Raises UserError where no engine is started, for values that are no numbers, and for a file
+    that cannot be read or is no command's.
     """
-    with suppress(OSError):  # a long command is no name of a file
-        if "\n" not in text and Path(text).is_file():
-            with Path(text).open(encoding="utf-8", errors="replace") as file:
-                text = file.read(_MOST_CHARACTERS)
-    words = _words(text)
+    words = _words(_text_of_file(text) if _names_a_file(text) else text)
     engine, start = _engine(words)
     values: dict[str, str] = {}
     said = [_variable(word, values) for word in words[:start] if _VARIABLE.match(word)]
     said += _read_flags(engine, words[start:], values)
     return _set_up(engine, values, said)
+
+
+def _names_a_file(text: str) -> bool:
+    try:
+        return "\n" not in text and Path(text).is_file()
+    except (OSError, ValueError):  # a long command is no name of a file
+        return False
+
+
+def _text_of_file(name: str) -> str:
+    try:
+        with Path(name).open("rb") as file:
+            read = file.read(_MOST_BYTES + 1)
+    except OSError as error:
+        raise UserError(f"--from: {name} cannot be read: {error.strerror}") from error
+    if len(read) > _MOST_BYTES:
+        raise UserError(
+            f"--from: {name} has more than {_MOST_BYTES // 10**6} MB, which no command has",
+            hint="name a file that holds the command alone",
+        )
+    return read.decode("utf-8-sig", errors="replace")
 
 
 def _words(text: str) -> list[str]:

@@ -320,9 +320,10 @@ def test_stdin_and_mistakes(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(NCCL.encode())))
     code, text = read("-")
     assert code == 1 and text.startswith("the log on stdin: 10 lines of NCCL 2.28.9")
-    for arguments in (("--log", str(tmp_path / "none.log")), ("--log", str(tmp_path))):
-        ran = metainfer("doctor", *arguments)
-        assert ran.code == 2 and ran.err.startswith("error: ") and ran.err.count("\n") == 1
+    for log in (str(tmp_path / "none.log"), str(tmp_path), "/proc/self/mem"):
+        ran = metainfer("doctor", "--log", log)
+        assert ran.code == 2 and ran.err.startswith(f"error: --log: {log} cannot be read: ")
+        assert ran.err.count("\n") == 1
     ran = metainfer("doctor", "--log", "a", "--model", "deepseek-v4-flash")
     assert ran.code == 2 and "--log is about a log alone" in ran.err
     monkeypatch.setattr("sys.stdin", None)

@@ -215,8 +215,12 @@ def test_mistakes_name_the_thing_and_list_the_names(tmp_path):
         path.write_bytes(text)
         with pytest.raises(UserError, match=f"odd.json: .*{sentence}"):
             machine_of(str(path))
-    with pytest.raises(UserError, match="is no file"):
-        machine_of(str(tmp_path))
+    for odd in (str(tmp_path), "m" * 5000, "m\0"):
+        with pytest.raises(UserError, match="is no file"):
+            machine_of(odd)
+    refused = "^--machine: /proc/self/mem cannot be read: Input/output error$"
+    with pytest.raises(UserError, match=refused):
+        machine_of("/proc/self/mem")
 
 
 def test_records_ship_with_the_package():

@@ -97,6 +97,19 @@ def test_commands_that_are_none(command: str, sentence: str) -> None:
     assert error.value.hint
 
 
+def test_a_file_is_read_whole_or_refused(tmp_path: Path) -> None:
+    """Nothing of a command is cut off silently."""
+    path = tmp_path / "start.sh"
+    path.write_text("#" * 999_900 + "\nvllm serve m -tp 4\n", encoding="utf-8-sig")
+    assert read_command(str(path)).layout.tensor == 4
+    path.write_text("vllm serve m -tp 4 " + " " * 10**6 + "-dp 2")
+    with pytest.raises(UserError, match=r"start\.sh has more than 1 MB") as error:
+        read_command(str(path))
+    assert error.value.hint
+    with pytest.raises(UserError, match="/proc/self/mem cannot be read"):
+        read_command("/proc/self/mem")
+
+
 @pytest.mark.parametrize("engine", [VLLM, SGLANG])
 def test_what_flags_are_mapped_to_is_there(engine: str) -> None:
     ours = {
