@@ -70,7 +70,9 @@ def attend(
     sequence_T: torch.Tensor | None = None,
     selected_TK: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The op by `forward`."""
+    """The op by `forward`, which refuses to be started for no rows."""
+    if not len(q_THK):
+        return q_THK.new_empty(0, case.heads, case.width)
     keys = [] if latents_ND is None else [latents_ND.to(torch.bfloat16)]
     first = 0 if latents_ND is None else len(latents_ND)  # entry among all keys
     if entries is None or entry_rows_BE is None or not entry_rows_BE.numel():
@@ -104,7 +106,7 @@ def attend(
 
 
 def _slices(rows: int, step: int) -> Iterator[slice]:
-    yield from (slice(first, first + step) for first in range(0, max(rows, 1), step))
+    yield from (slice(first, first + step) for first in range(0, rows, step))
 
 
 def _upwards(lists_tN: torch.Tensor) -> torch.Tensor:
