@@ -44,6 +44,10 @@ VERBS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "Set predictions beside published figures",
         ),
         "probe": ("metainfer.cli.probe", "Look at this machine: GPUs, links, pairs, host"),
+        "commission": (
+            "metainfer.cli.commission",
+            "Probe, plan, verify, tune and measure in one run, into one file",
+        ),
         "verify": ("metainfer.cli.verify", "Check every operation of a model on this card"),
         "profile": ("metainfer.cli.profile", "Say where the time of a step goes, by operation"),
         "bench serve": ("metainfer.cli.bench_serve", "Put load on a server and measure it"),
@@ -92,7 +96,7 @@ VERBS: Mapping[str, tuple[str, str]] = MappingProxyType(
 
 def entry() -> NoReturn:
     """The console script."""
-    signal.signal(signal.SIGTERM, _terminate)
+    signal.signal(signal.SIGTERM, terminate)
     bound_spinning()
     environment = read_environment()
     terminal = Terminal.standard(environment)
@@ -104,7 +108,7 @@ class Terminated(SystemExit):
     other exception than these two through."""
 
 
-def _terminate(_number: int, _frame: FrameType | None) -> NoReturn:
+def terminate(_number: int, _frame: FrameType | None) -> NoReturn:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second one does not wait
     raise Terminated
 
