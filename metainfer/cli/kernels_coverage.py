@@ -55,6 +55,18 @@ class CoverageOptions:
         unit="n",
         many=True,
     )
+    prefill_context_parallel_size: int = flag(
+        "--prefill-context-parallel-size",
+        "Of these ranks, how many share the tokens of long prefills",
+        1,
+        unit="n",
+    )
+    decode_context_parallel_size: int = flag(
+        "--decode-context-parallel-size",
+        "Of these ranks, how many divide the caches of a sequence",
+        1,
+        unit="n",
+    )
     targets: tuple[str, ...] = flag(
         "--target",
         "Kinds of card: " + ", ".join(CARD_KINDS) + "; all if not given",
@@ -99,6 +111,8 @@ class CoverageOptions:
                 hint="leave one of them out",
             )
         require_least("--tensor-parallel-size", self.tensor_parallel_sizes, 1)
+        require_least("--prefill-context-parallel-size", self.prefill_context_parallel_size, 1)
+        require_least("--decode-context-parallel-size", self.decode_context_parallel_size, 1)
         require_least("--prefill-rows", self.prefill_rows, 1)
         require_least("--decode-batches", self.decode_batches, 1)
         require_least("--workers", self.workers, 1)
@@ -165,8 +179,9 @@ def _reports(
     from metainfer.plan.settings import EngineSettings
 
     model, part = options.model or SHIPPED_MODEL, options.part or ""
+    shared = options.prefill_context_parallel_size, options.decode_context_parallel_size
     subjects = [
-        Subject(model, ranks, part, target, kind)
+        Subject(model, ranks, part, target, kind, *shared)
         for target, kind in kinds.items()
         for ranks in options.tensor_parallel_sizes
     ]
@@ -175,11 +190,13 @@ def _reports(
         kv_cache_dtype=options.kv_cache_dtype, index_cache_dtype=options.index_cache_dtype
     )
     latents, keys = (dtype.value for dtype in cache_dtypes(given, "bfloat16"))
+    layout: dict[str, Any] = dict(zip(("context", "kv_shards"), shared, strict=True))
+    kept: dict[str, Any] = {"latents": latents, "index_keys": keys, "activations": "fp8"}
     uses = {
         # What a GPU binds, which rounds rows of quantised matrices, and the forms without.
         ranks: merged(
-            uses_of(model, ranks, part, activations="fp8", latents=latents, index_keys=keys),
-            uses_of(model, ranks, part),
+            uses_of(model, ranks, part, **kept, **layout),
+            uses_of(model, ranks, part, **layout),
         )
         for ranks in options.tensor_parallel_sizes
     }

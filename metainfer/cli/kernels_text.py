@@ -99,11 +99,19 @@ def _summary(report: Mapping[str, Any]) -> str:
     code = {json.dumps(piece): piece for row in rows for piece in row["code"]}
     spilling = sum(bool(piece.get("stack_bytes")) for piece in code.values())
     ranks = report["tensor_parallel_size"]
+    shared = "".join(
+        f" {report[name]} of which {share},"
+        for name, share in (
+            ("prefill_context_parallel_size", "share tokens of prefills"),
+            ("decode_context_parallel_size", "divide caches"),
+        )
+        if report[name] > 1
+    )
     card = f"{report['card']}; {report['shared_limit_bytes'] // 1024} KiB of shared memory a block"
     ran = sum(row["ran_on"] is not None for row in rows)
     return (
         f"{report['model']}"
-        + (f", one of {ranks} ranks," if ranks > 1 else "")
+        + (f", one of {ranks} ranks,{shared}" if ranks > 1 else "")
         + f" on {report['target']} ({card}):"
         f" {report['covered']} of {len(rows)} covered, {ran} ran;"
         f" {len(code)} pieces of code, {spilling} use the stack"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from metainfer.cli.terminal import Terminal
 from metainfer.cli.verb import Verb
+from metainfer.cli.verify import layout_of
 from metainfer.core.config import flag, parse_positive
 from metainfer.core.errors import UserError
 from metainfer.core.ranges import require_least
@@ -198,11 +199,9 @@ def _subject(options: TuneOptions, plan: Plan | None, on: Platform, machine: Mac
     from metainfer.ops.uses import uses_of
     from metainfer.plan.plan import plain_dtype
 
-    model, ranks, expert = options.model or SHIPPED_MODEL, options.tensor_parallel_size, 1
+    model = options.model or SHIPPED_MODEL
     if plan is not None:
-        expert = plan.expert_parallel_size.value if ranks is None else 1
         formats = _formats(plan)
-        ranks = ranks or plan.tensor_parallel_size.value
         order, chunk = plan.kernel_order.value, plan.max_num_batched_tokens.value
         conditions = Conditions(plan.plain_cache_dtype, plan.threads.value)
         on.registry.check_order(order)
@@ -212,7 +211,8 @@ def _subject(options: TuneOptions, plan: Plan | None, on: Platform, machine: Mac
         plain = (formats["latents"], formats["index_keys"], formats["dtype"])
         threads = machine.cpu.physical_cores if on.device == "cpu" else 0
         conditions = Conditions(plain_dtype(*plain), threads)
-    uses = uses_of(model, ranks or 1, options.part or "", **formats, expert=expert)
+    layout = layout_of(plan, options.tensor_parallel_size)
+    uses = uses_of(model, part=options.part or "", **layout, **formats)
     # What layers bind; of a model that is not served, whatever there is.
     served = tuple(use for use in uses if use.served)
     return _Subject(served or uses, order, chunk, conditions)
@@ -229,7 +229,7 @@ def _plan_of(options: TuneOptions) -> Plan | None:
         raise UserError(f"{options.plan}: {error.message}", error.hint) from error
 
 
-def _formats(plan: Any) -> dict[str, str]:
+def _formats(plan: Any) -> dict[str, Any]:
     """Of a plan or of `plan.formats.Formats`, as `uses_of` takes them."""
     return {
         "dtype": plan.compute_dtype.value,
@@ -239,7 +239,7 @@ def _formats(plan: Any) -> dict[str, str]:
     }
 
 
-def _unplanned(model: str, on: Platform, machine: Machine) -> tuple[dict[str, str], int]:
+def _unplanned(model: str, on: Platform, machine: Machine) -> tuple[dict[str, Any], int]:
     """(formats, rows of the largest step) as serve would choose without flags."""
     from metainfer.arch.attention_sides import ATTENTION_ONLY
     from metainfer.arch.families import read_arch, read_attention

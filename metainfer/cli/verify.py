@@ -123,14 +123,12 @@ def run(terminal: Terminal, options: VerifyOptions) -> int:
         check_place(options.out, "--out")
     on = platform(options.device, options.code_for)
     machine = probe()
-    ranks, expert = options.tensor_parallel_size or 1, 1
-    if plan is not None and options.tensor_parallel_size is None:
-        ranks, expert = plan.tensor_parallel_size.value, plan.expert_parallel_size.value
+    layout = layout_of(plan, options.tensor_parallel_size)
     order = plan.kernel_order.value if plan else ""
     on.registry.check_order(order)
     sizes = sizes_for(options, on.device)
     forms = forms_of(options.model or SHIPPED_MODEL, on.device, plan)
-    checks = checks_for(options, sizes, ranks, expert=expert, **forms)
+    checks = checks_for(options, sizes, **layout, **forms)
     where = Where(
         on.device,
         options.code_for,
@@ -150,7 +148,7 @@ def run(terminal: Terminal, options: VerifyOptions) -> int:
         facts,
         {
             "model": options.model or SHIPPED_MODEL,
-            "tensor_parallel_size": ranks,
+            "tensor_parallel_size": layout["ranks"],
             "part": options.part,
         },
         where,
@@ -221,7 +219,20 @@ def sizes_for(options: VerifyOptions, device: str) -> Sizes:
     )
 
 
-def forms_of(model: str, device: str, plan: Plan | None) -> dict[str, str]:
+def layout_of(plan: Plan | None, ranks: int | None) -> dict[str, Any]:
+    """How ranks share the model, as `ops.uses.uses_of` takes it: as the plan has it, or so many
+    ranks where a number was given."""
+    if plan is None or ranks is not None:
+        return {"ranks": ranks or 1}
+    return {
+        "ranks": plan.tensor_parallel_size.value,
+        "expert": plan.expert_parallel_size.value,
+        "context": plan.prefill_context_parallel_size.value,
+        "kv_shards": plan.decode_context_parallel_size.value,
+    }
+
+
+def forms_of(model: str, device: str, plan: Plan | None) -> dict[str, Any]:
     """What layers bind, as `ops.uses.uses_of` takes it: by the plan, or as plans have it on the
     device where no flag says otherwise."""
     from metainfer.ops.uses import usual_activations
@@ -237,9 +248,9 @@ def forms_of(model: str, device: str, plan: Plan | None) -> dict[str, str]:
 
 
 def checks_for(
-    options: VerifyOptions, sizes: Sizes, ranks: int, dtype: str, expert: int = 1, **formats: str
+    options: VerifyOptions, sizes: Sizes, ranks: int, dtype: str, **forms: Any
 ) -> list[Check]:
-    """All checks at some sizes; `formats`: as of `ops.uses.uses_of`."""
+    """All checks at some sizes; `forms`: formats and layout, as of `ops.uses.uses_of`."""
     from metainfer.arch.families import read_attention
     from metainfer.kernels.inputs.load import LOADED
     from metainfer.kernels.verify import checks_of
@@ -248,7 +259,7 @@ def checks_for(
     model = options.model or SHIPPED_MODEL
     uses = [
         (use.op, use.case, phase)
-        for use in uses_of(model, ranks, options.part or "", dtype, **formats, expert=expert)
+        for use in uses_of(model, ranks, options.part or "", dtype, **forms)
         if use.op in LOADED
         for phase in use.phases
     ]

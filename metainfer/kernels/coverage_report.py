@@ -28,13 +28,20 @@ Ran = Mapping[Name, str]
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What was covered: one of `ranks` ranks of a model on one kind of card."""
+    """What was covered: one of `ranks` ranks of a model on one kind of card.
+
+    Attributes:
+        context: of these ranks, which share the tokens of long prefills.
+        kv_shards: of these ranks, which divide the caches of a sequence.
+    """
 
     model: str
     ranks: int
     part: str
     target: str
     kind: CardKind
+    context: int = 1
+    kv_shards: int = 1
 
 
 def cards_that_ran(target: str, cache: Path | None = None) -> Ran:
@@ -69,6 +76,8 @@ def report(subject: Subject, rows: Sequence[Row], ran: Ran) -> dict[str, Any]:
     return {
         "model": subject.model,
         "tensor_parallel_size": subject.ranks,
+        "prefill_context_parallel_size": subject.context,
+        "decode_context_parallel_size": subject.kv_shards,
         "part": subject.part or None,
         "target": subject.target,
         "card": subject.kind.card,

@@ -82,9 +82,9 @@ class Heads:
         case = replace(case, window_format=kept)
         self.sharded: ShardedDecode | None = None
         divided = layer.kind is not LayerKind.SLIDING and build.placement.kv.size > 1
-        if divided and decodes:
+        if decodes and divided:
             self.sharded = ShardedDecode(build, case, self.sink_H)
-        else:
+        elif decodes:
             self._attend_decode = build.kernel("attention.sparse_decode", case)
         self.outputs = AttentionOutputs(build, weights.first, weights.second, heads)
 

@@ -44,9 +44,9 @@ class Uses:
 
     def add(self, op: str, case: Any, phases: tuple[str, ...] = BOTH, times: int = 1) -> None:
         if times:
-            known = self._found.get((op, case))
-            total = times + (known.times if known else 0)
-            self._found[op, case] = Use(op, case, phases, total, self._served)
+            known = self._found.get((op, case), Use(op, case, (), 0))
+            all_phases = _joined(known.phases, phases)
+            self._found[op, case] = Use(op, case, all_phases, known.times + times, self._served)
 
     def all(self) -> tuple[Use, ...]:
         """In order of first appearance."""
@@ -59,7 +59,11 @@ def merged(*parts: Iterable[Use]) -> tuple[Use, ...]:
     for part in parts:
         for use in part:
             known = found.setdefault((use.op, use.case), use)
-            if known.phases != use.phases and set(use.phases) - set(known.phases):
-                both = tuple(p for p in BOTH if p in (*known.phases, *use.phases))
-                found[use.op, use.case] = replace(known, phases=both)
+            phases = _joined(known.phases, use.phases)
+            if phases != known.phases:
+                found[use.op, use.case] = replace(known, phases=phases)
     return tuple(found.values())
+
+
+def _joined(some: tuple[str, ...], more: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(phase for phase in BOTH if phase in (*some, *more))

@@ -24,6 +24,8 @@ def uses_of(
     latents: str = "",
     index_keys: str = "",
     expert: int = 1,
+    context: int = 1,
+    kv_shards: int = 1,
 ) -> tuple[Use, ...]:
     """Uses of one of `ranks` ranks of a model: those that its layers bind first, then other forms.
 
@@ -35,14 +37,22 @@ def uses_of(
         latents, index_keys: formats of caches as a plan calls them (`ops.cache_formats`); "" for
             plain numbers.
         expert: parts of the ranks over which experts are dealt.
+        context, kv_shards: of the ranks, as of `served_uses`; of what layers bind alone.
 
     Raises:
-        UserError, CheckpointError: there is no such model or part, or `ranks` does not divide it.
+        UserError, CheckpointError: there is no such model or part, `ranks` does not divide it, or
+            it has no layers here that could share tokens or caches.
     """
     if part and part not in PARTS:
         raise UserError(f"'{part}' is no part of a model", hint="parts: " + ", ".join(PARTS))
     side = read_attention(path_or_name)
     served: tuple[Use, ...] = ()
+    if side.family in ATTENTION_ONLY and max(context, kv_shards) > 1:
+        raise UserError(
+            f"of {side.name} the attention kernels alone are here, and no layers that share tokens"
+            " of prefills or caches",
+            hint="leave --prefill-context-parallel-size and --decode-context-parallel-size out",
+        )
     if side.family not in ATTENTION_ONLY:
         arch = read_arch(path_or_name)
         served = (
@@ -54,6 +64,8 @@ def uses_of(
                 activations,
                 cache_formats(arch, latents or dtype, index_keys or dtype),
                 expert=expert,
+                kv_shards=kv_shards,
+                context=context,
             ),
             *sampling_uses(arch.vocab_size),
         )

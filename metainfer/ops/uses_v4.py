@@ -13,7 +13,7 @@ from metainfer.arch.cache_kinds import BLOCK_TOKENS, spans
 from metainfer.arch.record import Arch, LayerArch, LayerKind, Quantisation, RouterKind, WeightFormat
 from metainfer.arch.split import check_split
 from metainfer.core.dtypes import DType
-from metainfer.core.errors import MetainferError
+from metainfer.core.errors import MetainferError, UserError
 from metainfer.ops.attention import AttentionCase, shard_cases
 from metainfer.ops.cache import DENSE, CacheReadCase, CacheWriteCase
 from metainfer.ops.cache_formats import FP32_CACHES, CacheFormats
@@ -39,7 +39,7 @@ from metainfer.ops.norm import RmsNormCase, RmsNormFp8Case
 from metainfer.ops.quantise import QuantiseFp8Case
 from metainfer.ops.rope import NormRotateCase, RotateCase
 from metainfer.ops.step import StepIndexCase, Windows
-from metainfer.ops.use import DECODE, PREFILL, Use, Uses
+from metainfer.ops.use import BOTH, DECODE, PREFILL, Use, Uses
 
 ACTIVATIONS = ("plain", "fp8")
 """How rows go into products with quantised matrices: as they are, or rounded to e4m3 groups."""
@@ -54,21 +54,32 @@ def served_uses(
     caches: CacheFormats = FP32_CACHES,
     expert: int = 1,
     kv_shards: int = 1,
+    context: int = 1,
 ) -> tuple[Use, ...]:
     """Uses of one of `ranks` ranks.
 
     Args:
         expert: parts of the ranks over which experts are dealt.
         kv_shards: of the ranks, over which entries and index keys are divided.
+        context: of the ranks, which share the tokens of long prefills: each has all heads of these
+            ranks then.
         dtype, stream_dtype, activations, caches: as of `nn.builder.LayerBuilder`.
 
     Raises:
-        UserError: `ranks` does not divide the model (`arch.split.check_split`).
+        UserError: `ranks` does not divide the model (`arch.split.check_split`), or is not divided.
     """
     check_split(arch, ranks, expert)
+    for flag, parts in (("prefill", context), ("decode", kv_shards)):
+        if ranks % parts:
+            raise UserError(
+                f"--{flag}-context-parallel-size {parts} does not divide {ranks} ranks",
+                hint=f"give a divisor of {ranks}, or leave it out",
+            )
     if activations not in ACTIVATIONS:
         raise MetainferError(f"activations are {' or '.join(ACTIVATIONS)}, not {activations}")
-    listing = _Listing(arch, ranks, dtype, stream_dtype, activations, caches, expert, kv_shards)
+    listing = _Listing(
+        arch, ranks, dtype, stream_dtype, activations, caches, expert, kv_shards, context
+    )
     for layer in arch.layers:
         listing.layer(layer)
     listing.head()
@@ -95,14 +106,18 @@ class _Listing:
         caches: CacheFormats,
         expert: int,
         kv_shards: int,
+        context: int,
     ) -> None:
         self.uses = Uses(served=True)
         self._arch = arch
         self._ranks = ranks
         self._expert, self._kv_shards = expert, kv_shards
+        # Ranks that divide the heads, and the steps in which they do.
+        self._sides: tuple[tuple[int, tuple[str, ...]], ...] = ((ranks, BOTH),)
+        if context > 1:
+            self._sides = ((ranks // context, (PREFILL,)), *self._sides)
         self._dtype = dtype
         self._caches = caches
-        self._heads = arch.num_heads // ranks
         self._rounds_any = activations == "fp8"
         stored = arch.quantisation
         self._group = stored.fp8_block[1]
@@ -152,19 +167,15 @@ class _Listing:
         self._norm(self._arch.hidden_size)
 
     def _attention(self, layer: LayerArch) -> None:
-        arch, dtype, heads, uses = self._arch, self._dtype, self._heads, self.uses
-        eps, groups = arch.rms_norm_eps, arch.o_groups // self._ranks
+        arch, dtype, uses = self._arch, self._dtype, self.uses
         if layer.kind is not LayerKind.SLIDING:
             self._entries(layer)
         self._stacked((arch.q_lora_rank, arch.head_dim), arch.hidden_size)
         coded = self._linear_coded(arch.q_lora_rank)
         self._norm(arch.q_lora_rank, plain=not coded, coded=coded)
-        self._linear(heads * arch.head_dim, arch.q_lora_rank)
-        inputs = arch.num_heads * arch.head_dim // arch.o_groups
-        self._outputs(heads, groups, inputs)
-        widths = (arch.head_dim, arch.rope_head_dim)
-        queries = NormRotateCase(heads, *widths, weighted=False, eps=eps, dtype=dtype)
-        uses.add("rope.norm_rotate", queries)
+        for ranks, phases in self._sides:
+            self._heads(layer, ranks, phases)
+        widths, eps = (arch.head_dim, arch.rope_head_dim), arch.rms_norm_eps
         kept = self._caches.latent_format
         if kept == DENSE:
             latents = NormRotateCase(1, *widths, weighted=True, eps=eps, dtype=dtype)
@@ -175,25 +186,35 @@ class _Listing:
         else:
             uses.add("cache.write", CacheWriteCase(kept, *widths, "rms", eps=eps, dtype=dtype))
             uses.add("cache.read", CacheReadCase(kept, dtype), (PREFILL,))
-        topk = arch.index_topk if layer.kind is LayerKind.COMPRESSED_SPARSE else 0
-        window = arch.sliding_window
+
+    def _heads(self, layer: LayerArch, ranks: int, phases: tuple[str, ...]) -> None:
+        """All that is divided by heads, over so many ranks."""
+        arch, dtype, uses = self._arch, self._dtype, self.uses
+        heads, kept = arch.num_heads // ranks, self._caches.latent_format
+        self._linear(heads * arch.head_dim, arch.q_lora_rank, phases)
+        widths = heads, arch.head_dim, arch.rope_head_dim
+        queries = NormRotateCase(*widths, weighted=False, eps=arch.rms_norm_eps, dtype=dtype)
+        uses.add("rope.norm_rotate", queries, phases)
         attend = AttentionCase(
             heads,
             arch.head_dim,
-            window,
+            arch.sliding_window,
             layer.ratio,
-            topk,
+            arch.index_topk if layer.kind is LayerKind.COMPRESSED_SPARSE else 0,
             dtype,
             entry_format=kept if layer.ratio else DENSE,
         )
-        decode = replace(attend, window_format=kept)
-        if layer.ratio and self._kv_shards > 1:
-            decode, merge = shard_cases(decode, self._kv_shards)
-            uses.add("attention.merge", merge, (DECODE,))
-        uses.add("attention.sparse_decode", decode, (DECODE,))
         uses.add("attention.sparse_prefill", attend, (PREFILL,))
+        if DECODE in phases:
+            decode = replace(attend, window_format=kept)
+            if layer.ratio and self._kv_shards > 1:
+                decode, merge = shard_cases(decode, self._kv_shards)
+                uses.add("attention.merge", merge, (DECODE,))
+            uses.add("attention.sparse_decode", decode, (DECODE,))
+        inputs = arch.num_heads * arch.head_dim // arch.o_groups
+        self._outputs(heads, arch.o_groups // ranks, inputs, phases)
 
-    def _outputs(self, heads: int, groups: int, inputs: int) -> None:
+    def _outputs(self, heads: int, groups: int, inputs: int, phases: tuple[str, ...]) -> None:
         """Inverse rope, and the two products after attention."""
         arch, dtype = self._arch, self._dtype
         widths = heads, arch.head_dim
@@ -201,19 +222,19 @@ class _Listing:
         weight_format, block = _stored(arch.quantisation, arch.quantisation.linear)
         if self._linear_coded(arch.head_dim):
             rounded = QuantiseFp8Case(*widths, *self._rounding, arch.rope_head_dim, dtype)
-            self.uses.add("quantise.fp8", rounded)
+            self.uses.add("quantise.fp8", rounded, phases)
             case = GroupedFp8RowsCase(*shape, block, *self._rounding, dtype)
-            self.uses.add("linear.grouped_fp8_rows", case)
+            self.uses.add("linear.grouped_fp8_rows", case, phases)
         else:
             rotate = RotateCase(*widths, arch.rope_head_dim, inverse=True, dtype=dtype)
-            self.uses.add("rope.rotate", rotate)
+            self.uses.add("rope.rotate", rotate, phases)
             plain = GroupedCase(*shape, weight_format, block, dtype)
-            self.uses.add("linear.grouped", plain)
+            self.uses.add("linear.grouped", plain, phases)
         between = groups * arch.o_lora_rank
         if self._linear_coded(between):
             rounded = QuantiseFp8Case(1, between, *self._rounding, dtype=dtype)
-            self.uses.add("quantise.fp8", rounded)
-        self._linear(arch.hidden_size, between)
+            self.uses.add("quantise.fp8", rounded, phases)
+        self._linear(arch.hidden_size, between, phases)
 
     def _entries(self, layer: LayerArch) -> None:
         """Compressors and, where entries are chosen, the indexer."""
@@ -257,7 +278,6 @@ class _Listing:
 
     def _experts(self, layer: LayerArch) -> None:
         arch, dtype, uses = self._arch, self._dtype, self.uses
-        inner = arch.moe_intermediate_size // self._ranks
         route = RouteCase(
             arch.num_experts,
             arch.experts_per_token,
@@ -268,24 +288,29 @@ class _Listing:
         )
         name = "moe.route_hash" if layer.router is RouterKind.HASH else "moe.route_learned"
         uses.add(name, route)
-        self._stacked((inner, inner), arch.hidden_size)
-        self._linear(arch.hidden_size, inner)
-        limit = arch.swiglu_limit
-        if self._linear_coded(inner):
-            uses.add("moe.swiglu_fp8", SwigluFp8Case(inner, limit, *self._rounding, dtype))
-        else:
-            uses.add("moe.swiglu", SwigluCase(inner, limit, dtype))
+        for ranks, phases in self._sides:
+            self._shared_expert(arch.moe_intermediate_size // ranks, phases)
         weight_format, block = _stored(arch.quantisation, arch.quantisation.experts)
         # Experts that are dealt are divided over fewer ranks.
         inner = arch.moe_intermediate_size * self._expert // self._ranks
         shape = arch.num_experts // self._expert, arch.experts_per_token, arch.hidden_size, inner
-        stored = limit, weight_format, block
+        stored = arch.swiglu_limit, weight_format, block
         coded = weight_format != "dense" and self._rounds(arch.hidden_size) and self._rounds(inner)
         if coded:
             case = ExpertsFp8RowsCase(*shape, *stored, *self._rounding, dtype)
             uses.add("moe.experts_fp8_rows", case)
         else:
             uses.add("moe.experts", ExpertsCase(*shape, *stored, dtype))
+
+    def _shared_expert(self, inner: int, phases: tuple[str, ...]) -> None:
+        hidden, limit, dtype = self._arch.hidden_size, self._arch.swiglu_limit, self._dtype
+        self._stacked((inner, inner), hidden, phases)
+        self._linear(hidden, inner, phases)
+        if self._linear_coded(inner):
+            coded = SwigluFp8Case(inner, limit, *self._rounding, dtype)
+            self.uses.add("moe.swiglu_fp8", coded, phases)
+        else:
+            self.uses.add("moe.swiglu", SwigluCase(inner, limit, dtype), phases)
 
     def _rounds(self, width: int) -> bool:
         """Whether rows of `width` are rounded before products with quantised matrices."""
@@ -307,25 +332,25 @@ class _Listing:
         case = DenseCase(rows, self._arch.hidden_size, self._dtype, out_dtype="float32")
         self.uses.add("linear.dense", case)
 
-    def _stacked(self, rows: Sequence[int], columns: int) -> None:
+    def _stacked(self, rows: Sequence[int], columns: int, phases: tuple[str, ...] = BOTH) -> None:
         """One product for several matrices, unless a block of scales would straddle two."""
         _, (block_rows, _) = _stored(self._arch.quantisation, self._arch.quantisation.linear)
         if any(count % block_rows for count in rows[:-1]):
             for count in rows:
-                self._linear(count, columns)
+                self._linear(count, columns, phases)
         else:
-            self._linear(sum(rows), columns)
+            self._linear(sum(rows), columns, phases)
 
-    def _linear(self, rows: int, columns: int) -> None:
+    def _linear(self, rows: int, columns: int, phases: tuple[str, ...] = BOTH) -> None:
         quantisation, dtype = self._arch.quantisation, self._dtype
         weight_format, block = _stored(quantisation, quantisation.linear)
         if weight_format == "dense":
-            self.uses.add("linear.dense", DenseCase(rows, columns, dtype, out_dtype=dtype))
+            self.uses.add("linear.dense", DenseCase(rows, columns, dtype, out_dtype=dtype), phases)
         elif self._rounds(columns):
-            case = Fp8RowsCase(rows, columns, block, *self._rounding, dtype)
-            self.uses.add("linear.fp8_rows", case)
+            coded = Fp8RowsCase(rows, columns, block, *self._rounding, dtype)
+            self.uses.add("linear.fp8_rows", coded, phases)
         else:
-            self.uses.add("linear.fp8_block", Fp8BlockCase(rows, columns, block, dtype))
+            self.uses.add("linear.fp8_block", Fp8BlockCase(rows, columns, block, dtype), phases)
 
 
 def _stored(quantisation: Quantisation, weights: WeightFormat) -> tuple[str, tuple[int, int]]:

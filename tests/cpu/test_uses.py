@@ -58,6 +58,35 @@ def test_uses_of_dealt_experts_are_what_the_model_binds(expert: int, activations
     assert (experts.experts, experts.inner) == (256 // expert, 2048 * expert // 8)
 
 
+@pytest.mark.parametrize("activations", ACTIVATIONS)
+@pytest.mark.parametrize(("context", "kv_shards"), [(2, 1), (8, 1), (1, 4), (4, 2)])
+def test_uses_of_shared_tokens_and_caches_are_what_the_model_binds(
+    context: int, kv_shards: int, activations: str
+) -> None:
+    arch, caches = MODELS["deepseek-v4-flash"][0], CacheFormats("v4_fp8", "index_fp8")
+    shared: dict[str, Any] = {"context": context, "kv_shards": kv_shards}
+    model = build_shapes(arch, 8, activations=activations, caches=caches, **shared)
+    bound = Counter((kernel.op, kernel.case) for kernel in model.kernels)
+    uses = served_uses(arch, 8, activations=activations, caches=caches, **shared)
+    assert {(use.op, use.case): use.times for use in uses} == dict(bound)
+    heads = {
+        (phase, use.case.heads)
+        for use in uses
+        if use.op.startswith("attention.sparse_") and use.case.ratio
+        for phase in use.phases
+    }
+    in_prefill = {(PREFILL, 8), (PREFILL, 8 * context)}
+    assert heads == in_prefill | {(DECODE, 8 * kv_shards)}
+
+
+def test_what_is_shared_must_divide_the_ranks() -> None:
+    for flag, shared in (("prefill", {"context": 3}), ("decode", {"kv_shards": 3})):
+        with pytest.raises(UserError, match=f"--{flag}-context-parallel-size 3 does not divide 8"):
+            uses_of("deepseek-v4-flash", 8, **shared)
+    with pytest.raises(UserError, match="of glm-5.3 the attention kernels alone are here"):
+        uses_of("glm-5.3", 8, kv_shards=2)
+
+
 def test_uses_in_fp32_are_what_the_model_binds() -> None:
     arch = tiny_arch()
     bound = {(kernel.op, kernel.case) for kernel in build_shapes(arch, 1, torch.float32).kernels}

@@ -15,7 +15,7 @@ import torch
 
 from metainfer.cli import serve
 from metainfer.cli.terminal import Terminal
-from metainfer.cli.verify import VerifyOptions, checks_for, forms_of, sizes_for
+from metainfer.cli.verify import VerifyOptions, checks_for, forms_of, layout_of, sizes_for
 from metainfer.core.errors import UserError
 from metainfer.hardware.probe import probe
 from metainfer.kernels import verify_known, verify_record
@@ -28,6 +28,7 @@ from metainfer.kernels.verify import check, checks_of, clock, exact_products
 from metainfer.kernels.verify_known import known, unverified
 from metainfer.kernels.verify_record import keep, read_record, sign
 from metainfer.kernels.verify_run import Check, Sizes, State
+from metainfer.ops.attention import MergeCase
 from metainfer.ops.base import Load, Target
 from metainfer.ops.catalogue import OPS
 from metainfer.ops.norm import RmsNormCase
@@ -124,6 +125,27 @@ def test_checks_follow_the_formats_and_the_layout_of_a_plan() -> None:
     assert {check.case.heads for check in attention} == {16}
     assert {check.case.dtype for check in checks} == {"float32"}
     assert {check.load.rows for check in attention} == {1, 4}
+
+
+def test_checks_follow_what_ranks_of_a_plan_share() -> None:
+    """Prefill of all heads of the ranks that share tokens, decode of all heads of a shard."""
+    sizes = {"tensor": 8, "expert": 2, "prefill_context": 4, "decode_context": 2}
+    plan: Any = SimpleNamespace(
+        **{f"{name}_parallel_size": SimpleNamespace(value=n) for name, n in sizes.items()}
+    )
+    assert layout_of(plan, 2) == {"ranks": 2}
+    options = VerifyOptions("deepseek-v4-flash", part="attention", entries=(256,))
+    forms = layout_of(plan, None) | {"dtype": "bfloat16", "latents": "fp8", "index_keys": "fp8"}
+    checks = checks_for(options, sizes_for(options, "cpu"), **forms)
+    cases = {(check.op, check.case) for check in checks}
+    prefills = {case.heads for op, case in cases if op == "attention.sparse_prefill"}
+    assert prefills == {8, 32}
+    on_shards = [case for op, case in cases if op == "attention.sparse_decode" and case.lse]
+    assert {(c.heads, c.window, c.window_format, c.sink) for c in on_shards} == {
+        (16, 64, "v4_fp8", False)
+    }
+    assert ("attention.merge", MergeCase(8, 512)) in cases
+    assert any(case.gives_scores for op, case in cases if op == "attention.index_topk_decode")
 
 
 def test_without_a_plan_checks_are_of_what_layers_bind_on_the_device() -> None:

@@ -28,21 +28,34 @@ def build_shapes(
     target: Target = CPU,
     kernel_order: str = "",
     expert: int = 1,
+    context: int = 1,
+    kv_shards: int = 1,
 ) -> DeepseekV4:
     """The model of one of `size` ranks, all of whose kernels are references where no registry is
     given."""
-    group: Any = SimpleNamespace(rank=0, size=size, all_reduce=lambda partial: partial)
     with torch.device("meta"):
         return DeepseekV4(
             arch,
-            ShapesOnly(arch, size, expert=expert),
+            ShapesOnly(arch, size, context, expert),
             registry=registry or Registry(BACKENDS),
             target=target,
             kernel_order=kernel_order if registry else "*=reference",
-            group=group,
+            group=_first_of(size),
+            context=context,
             expert=expert,
+            kv_shards=kv_shards,
             device=torch.device("meta"),
             compute_dtype=dtype,
             activations=activations,
             caches=caches,
         )
+
+
+def _first_of(size: int) -> Any:
+    """The first rank of so many, who talks to nobody."""
+    return SimpleNamespace(
+        rank=0,
+        size=size,
+        all_reduce=lambda partial: partial,
+        part=lambda ranks: _first_of(len(ranks)),
+    )
