@@ -24,6 +24,7 @@ def no_verdicts(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPa
     directory = tmp_path_factory.getbasetemp() / "no verdicts"
     monkeypatch.setattr("metainfer.plan.proof.default_cache", lambda: directory)
     monkeypatch.setattr("metainfer.plan.tuning.default_cache", lambda: directory)
+    monkeypatch.setattr("metainfer.plan.comm_record.default_cache", lambda: directory)
     nowhere = Path("/dev/null/verdicts")  # tests change what kernels say: nothing of it is kept
     monkeypatch.setattr("metainfer.kernels.verdict_cache.default_cache", lambda: nowhere)
 

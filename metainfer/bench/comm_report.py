@@ -10,10 +10,12 @@ from typing import Any
 from metainfer.bench.comm_settings import CommLoad
 from metainfer.bench.ops_report import format_us
 from metainfer.bench.record import prose, provenance, table
-from metainfer.comm.contest import PLAIN, Links, Point, rounded_up
-from metainfer.comm.router import PREFILL, rivals_of, route
+from metainfer.comm.contest import Links, Point, rounded_up
+from metainfer.comm.router import ways_of
 from metainfer.core.errors import MetainferError
 from metainfer.core.units import format_bytes, format_seconds
+from metainfer.plan.routes import PREFILL, route
+from metainfer.plan.wires import PLAIN
 
 
 def record(
@@ -64,9 +66,11 @@ def _not_reached(load: CommLoad, points: Sequence[Point]) -> list[int]:
 
 def _route(points: Sequence[Point], operation: str) -> list[str]:
     """Which ways would be taken, for exact sums in the order of ranks."""
-    kept = [point for point in points if point.wire == PLAIN]
+    rivals = [
+        way.rival for way in ways_of(points) if (way.operation, way.wire) == (operation, PLAIN)
+    ]
     try:
-        lines = route(operation, PREFILL, rivals_of(kept, operation)).explain()
+        lines = route(operation, PREFILL, rivals).explain()
     except MetainferError as error:
         return [str(error)]
     return [line.replace(f" in {PREFILL}", "") for line in lines]

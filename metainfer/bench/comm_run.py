@@ -14,7 +14,6 @@ import torch.distributed as dist
 from metainfer.bench.comm_report import record
 from metainfer.bench.comm_settings import CommLoad
 from metainfer.comm.contest import (
-    PLAIN,
     Contender,
     Links,
     Point,
@@ -25,8 +24,11 @@ from metainfer.comm.contest import (
 from metainfer.comm.host_memory import join_host_memory
 from metainfer.comm.library import GLOO, join_library
 from metainfer.comm.processes import Report, run_processes
+from metainfer.comm.router import ways_of
 from metainfer.comm.world import World, join
-from metainfer.hardware.probe import probe
+from metainfer.hardware.machine import Machine
+from metainfer.plan.comm_record import Way
+from metainfer.plan.wires import PLAIN
 
 _START_S = 120.0  # for processes to begin and to end, beside what is measured
 
@@ -48,9 +50,11 @@ class Found:
     missing: dict[str, str]
 
 
-def run_comm(load: CommLoad, on_progress: OnProgress) -> dict[str, Any]:
-    """The record of a run. Raises GroupError where ranks could not go on together."""
-    machine = probe()
+def run_comm(
+    load: CommLoad, machine: Machine, on_progress: OnProgress
+) -> tuple[dict[str, Any], list[Way]]:
+    """The record of a run on the machine at hand, and what plans need of it. Raises GroupError
+    where ranks could not go on together."""
     threads = max(1, machine.cpu.physical_cores // load.ranks)
     world = World(load.ranks)
     try:
@@ -64,7 +68,8 @@ def run_comm(load: CommLoad, on_progress: OnProgress) -> dict[str, Any]:
     finally:
         world.close()
     facts = json.loads(machine.to_json())
-    return record(load, threads, found.links, found.points, found.missing, facts)
+    made = record(load, threads, found.links, found.points, found.missing, facts)
+    return made, ways_of(found.points)
 
 
 def _measure(world: World, rank: int, report: Report, asked: tuple[CommLoad, int]) -> Found:

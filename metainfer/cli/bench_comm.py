@@ -17,16 +17,26 @@ def run(terminal: Terminal, load: CommLoad, results: BenchResults) -> int:
     from metainfer.bench.comm_report import text_report
     from metainfer.bench.comm_run import run_comm
     from metainfer.comm.group import GroupError
+    from metainfer.hardware.probe import probe
+    from metainfer.plan.comm_record import keep
 
-    place = place_of(results, "bench-comm")
+    place, machine = place_of(results, "bench-comm"), probe()
     try:
         with terminal.progress("measured", "ways at a size") as progress:
-            made = run_comm(load, progress.update)
+            made, ways = run_comm(load, machine, progress.update)
     except GroupError as error:
         raise UserError(
             f"the ranks could not go on: {error}", hint="try fewer with --ranks"
         ) from error
     report(terminal, results, made, place, text_report, _draw)
+    try:
+        keep(machine, load.ranks, made["threads"], made["date"], ways)
+    except OSError as error:
+        terminal.say(f"what was measured is not kept for plans: {error}")
+    else:
+        terminal.say(
+            f"from now on {load.ranks} ranks of a model here take the fastest of these ways"
+        )
     return 1 if any(point["wrong"] for point in made["points"]) else 0
 
 

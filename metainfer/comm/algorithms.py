@@ -62,7 +62,9 @@ def one_shot(transport: Transport, flat_N: torch.Tensor, wire: Wire) -> None:
     for begin, end in _pieces(len(flat_N), transport.piece_bytes, wire):
         own = wire.encode(flat_N[begin:end])
         transport.post([(0, own)])
-        flat_N[begin:end] = _sum(transport, own, 0, len(own), wire)
+        # Others would sum a part each and send it: so are the bits of a sum that nobody sends.
+        total = wire.encode(_sum(transport, own, 0, len(own), wire))
+        flat_N[begin:end] = wire.decode(total)
 
 
 def two_shot(transport: Transport, flat_N: torch.Tensor, wire: Wire) -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -18,11 +19,10 @@ from metainfer.comm.group import Group, sum_in_order
 from metainfer.comm.host_memory import HostMemoryGroup
 from metainfer.comm.library import LibraryGroup
 from metainfer.comm.payload import small_numbers
-from metainfer.comm.wire import BLOCK, wire_of
+from metainfer.comm.wire import wire_of
+from metainfer.plan.ways import SHARED
+from metainfer.plan.wires import BLOCK, PLAIN
 
-OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-PLAIN = "plain"
-SHARED = "shared memory"
 _LARGEST = 7.0  # of `small_numbers`
 _COARSEST = 0.07  # of a number in 8 bits, relative to the largest of its block
 _SAMPLE_S = 0.02
@@ -38,9 +38,9 @@ class Contender:
 
     Attributes:
         name: of the way, such as "two-shot".
-        operation: one of `OPERATIONS`.
+        operation: one of `plan.routes.OPERATIONS`.
         run: on this rank's tensor, which may be overwritten.
-        wire: one of `wire.WIRES`.
+        wire: one of `plan.wires.WIRES`.
         ordered: sums are those in the order of ranks, bit for bit.
     """
 
@@ -72,28 +72,32 @@ class Point:
 
 
 def contenders_on_cpus(
-    shared: HostMemoryGroup, library: LibraryGroup | None, wires: Sequence[str] = (PLAIN,)
+    shared: HostMemoryGroup, library: LibraryGroup | None, wires: Iterable[str] = (PLAIN,)
 ) -> list[Contender]:
     """All that ranks without GPUs can do."""
     row = torch.empty(BLOCK, dtype=_DTYPE)
-    found = []
+    wires, found = tuple(wires), []
     for wire in wires:
         for name in ALL_REDUCES:
             if refusal(name, shared.size, wire_of(wire, row)) is None:
                 found.append(_summing(shared, name, wire))
-    for group, name in ((shared, SHARED), (library, "gloo")):
-        if group is None:
-            continue
-        found += [
-            Contender(name, "all_gather", group.all_gather),
-            Contender(name, "reduce_scatter", group.reduce_scatter),
-            Contender(name, "all_to_all", group.all_to_all),
-        ]
+        run = partial(shared.reduce_scatter_by, wire=wire)
+        found.append(Contender(_named(SHARED, wire), "reduce_scatter", run, wire))
+    found += _moving(shared, SHARED)
     if library is not None:
-        ways = ((True, "gloo, summed here"), (False, "gloo"))
-        for own, name in ways:
-            found.append(_summing_by_library(library, name, own))
+        for wire in wires:
+            found += _summing_by_library(library, wire)
+        run = partial(library.all_reduce_by, False)
+        found += [Contender("gloo", "all_reduce", run, ordered=False), *_moving(library, "gloo")]
     return found
+
+
+def _moving(group: Group, name: str) -> list[Contender]:
+    """What moves bytes as they are."""
+    return [
+        Contender(name, "all_gather", group.all_gather),
+        Contender(name, "all_to_all", group.all_to_all),
+    ]
 
 
 def _summing(group: HostMemoryGroup, name: str, wire: str) -> Contender:
@@ -103,15 +107,23 @@ def _summing(group: HostMemoryGroup, name: str, wire: str) -> Contender:
     return Contender(_named(name, wire), "all_reduce", run, wire)
 
 
-def _summing_by_library(group: LibraryGroup, name: str, own: bool) -> Contender:
-    def run(tensor: torch.Tensor) -> torch.Tensor:
-        return group.all_reduce_by(own, tensor)
-
-    return Contender(name, "all_reduce", run, ordered=own)
+def _summing_by_library(group: LibraryGroup, wire: str) -> list[Contender]:
+    sums = partial(group.all_reduce_by, True, wire=wire)
+    parts = partial(group.reduce_scatter_by, True, wire=wire)
+    return [
+        Contender(_named("gloo, summed here", wire), "all_reduce", sums, wire),
+        Contender(_named("gloo", wire), "reduce_scatter", parts, wire),
+    ]
 
 
 def _named(name: str, wire: str) -> str:
+    """As a table calls it."""
     return name if wire == PLAIN else f"{name} in {wire}"
+
+
+def way_of(name: str, wire: str) -> str:
+    """As a route calls it, which has one wire."""
+    return name.removesuffix(f" in {wire}")
 
 
 def contest(
@@ -178,6 +190,17 @@ def _sample(group: Group, contender: Contender, given: torch.Tensor, calls: int)
         contender.run(given)
     taken = (time.perf_counter() - begun) / calls
     return group.broadcast(max(group.gather(taken) or [0.0]))
+
+
+def problem(group: Group, contender: Contender, size: int, number: int) -> str:
+    """What is wrong with what a way brings of tensors of `size` bytes; "" for nothing. All ranks
+    call it, and are told the same.
+
+    Args:
+        number: of the payload, for which any will do.
+    """
+    given = _given(rounded_up(size, group.size), group.rank, number)
+    return _problem(group, contender, given, number)
 
 
 def _given(size: int, rank: int, number: int) -> torch.Tensor:

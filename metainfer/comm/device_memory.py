@@ -21,12 +21,14 @@ from metainfer.comm.group import GroupError
 from metainfer.comm.host_memory import HostMemoryGroup, join_host_memory
 from metainfer.comm.one_shot import OneShot
 from metainfer.comm.queue import Queue
-from metainfer.comm.transport_group import Choose, TransportGroup, by_size
+from metainfer.comm.transport_group import TransportGroup
 from metainfer.comm.watch import Watch, Watchdog
 from metainfer.comm.world import CHANNEL_PIECE_BYTES, CHANNEL_PIECES, World, join
 from metainfer.core.errors import MetainferError
 from metainfer.hardware.curves import COPY, LOAD, STAGED, STORE
 from metainfer.kernels.triton.launch import Launcher
+from metainfer.plan.routes import DECODE
+from metainfer.plan.wires import PLAIN
 
 T = TypeVar("T")
 
@@ -196,12 +198,12 @@ class DeviceGroup(TransportGroup):
     _transport: DeviceTransport
 
     def __init__(
-        self, queue: Queue, host: HostMemoryGroup, watch: Watch, means: str, choose: Choose,
-        wire: str, rows: Rows | None,
+        self, queue: Queue, host: HostMemoryGroup, watch: Watch, means: str, wire: str,
+        rows: Rows | None,
     ) -> None:  # fmt: skip
         """`host`: of this group alone."""
         transport = DeviceTransport(queue, host, host.claim_slot(range(host.size)), means)
-        super().__init__(host.members, host.rank, watch, transport, choose, wire)
+        super().__init__(host.members, host.rank, watch, transport, wire)
         self.device = queue.device
         self._queue, self._host, self._means = queue, host, means
         self._parts: list[DeviceGroup] = []
@@ -209,10 +211,11 @@ class DeviceGroup(TransportGroup):
         self._rows = None if rows is None else rows.of(queue, host, watch.deadline_s)
         self._dog = Watchdog(watch, lambda error: self._let_go())
 
-    def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
-        """Small ones in one kernel, which graphs may hold, where the group was joined so."""
-        if self._rows is None or self._wire != "plain" or not self._rows.takes(partial):
-            return super().all_reduce(partial)
+    def all_reduce(self, partial: torch.Tensor, phase: str = DECODE) -> torch.Tensor:
+        """Small ones of decode in one kernel, which graphs may hold, where the group was joined
+        so."""
+        if self._rows is None or phase != DECODE or not self._rows.takes(partial):
+            return super().all_reduce(partial, phase)
         with self._during("all_reduce", partial.nbytes):
             return self._rows.all_reduce(partial)
 
@@ -244,9 +247,7 @@ class DeviceGroup(TransportGroup):
 
     def part(self, ranks: Sequence[int]) -> DeviceGroup:
         host = self._host.part(ranks)
-        made = DeviceGroup(
-            self._queue, host, self._watch, self._means, self._choose, self._wire, self._rows_by
-        )
+        made = DeviceGroup(self._queue, host, self._watch, self._means, self.wire, self._rows_by)
         self._parts.append(made)
         return made
 
@@ -275,8 +276,7 @@ def join_devices(
     means: str,
     *,
     watch: Watch | None = None,
-    choose: Choose = by_size,
-    wire: str = "plain",
+    wire: str = PLAIN,
     rows: Rows | None = None,
 ) -> DeviceGroup:
     """The group of all ranks, each with a GPU, once all are there.
@@ -284,7 +284,7 @@ def join_devices(
     Args:
         means: how bytes come from a peer, one of `MEANS`.
         watch: of this rank, where it has joined already; None to join now.
-        choose, wire: as of `join_host_memory`.
+        wire: as of `join_host_memory`.
         rows: how sums of rows of decode are made; None for as all others.
 
     Raises:
@@ -295,4 +295,4 @@ def join_devices(
         raise MetainferError(f"there is no means {means}, only {', '.join(MEANS)}")
     watch = watch or join(world, rank)
     host = join_host_memory(world, rank, watch=watch)
-    return DeviceGroup(queue, host, watch, means, choose, wire, rows)
+    return DeviceGroup(queue, host, watch, means, wire, rows)

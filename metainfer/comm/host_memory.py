@@ -13,10 +13,11 @@ import torch
 from metainfer.comm.algorithms import Part
 from metainfer.comm.group import GroupError, check_part
 from metainfer.comm.shared_memory import Counters
-from metainfer.comm.transport_group import Choose, TransportGroup, by_size
+from metainfer.comm.transport_group import TransportGroup
 from metainfer.comm.watch import OPERATIONS, Watch
 from metainfer.comm.world import CHANNEL_PIECE_BYTES, CHANNEL_PIECES, World, join
 from metainfer.core.errors import MetainferError
+from metainfer.plan.wires import PLAIN
 
 _ROUND = 0  # counter of rounds begun
 _CALL = 1  # and the next: what the rank is in, in even and in odd rounds
@@ -127,10 +128,10 @@ class HostMemoryGroup(TransportGroup):
 
     def __init__(
         self, place: Place, watch: Watch, members: Sequence[int], rank: int, slot: int,
-        choose: Choose, wire: str,
+        wire: str,
     ) -> None:  # fmt: skip
         transport = HostTransport(place, watch, members, rank, slot)
-        super().__init__(members, rank, watch, transport, choose, wire)
+        super().__init__(members, rank, watch, transport, wire)
         self.place, self._slot = place, slot
 
     def _begin(self, operation: str, size: int) -> None:
@@ -153,9 +154,7 @@ class HostMemoryGroup(TransportGroup):
         rank = check_part(ranks, self)
         slot = self.claim_slot(ranks)
         members = [self.members[member] for member in ranks]
-        return HostMemoryGroup(
-            self.place, self._watch, members, rank, slot, self._choose, self._wire
-        )
+        return HostMemoryGroup(self.place, self._watch, members, rank, slot, self.wire)
 
     def claim_slot(self, ranks: Sequence[int]) -> int:
         """One that no member of the part of `ranks` has used. All ranks call it."""
@@ -178,20 +177,18 @@ def join_host_memory(
     rank: int,
     *,
     watch: Watch | None = None,
-    choose: Choose = by_size,
-    wire: str = "plain",
+    wire: str = PLAIN,
 ) -> HostMemoryGroup:
     """The group of all ranks, once all are there. Raises GroupError.
 
     Args:
         watch: of this rank, where it has joined already; None to join now.
-        choose: names one of `algorithms.ALL_REDUCES` for an all-reduce.
-        wire: of sums, one of `wire.WIRES`.
+        wire: of sums of prefill, one of `plan.wires.WIRES`.
     """
     watch = watch or join(world, rank)
     place = Place(world)
     place.next_slot = 1
-    return HostMemoryGroup(place, watch, range(world.size), rank, 0, choose, wire)
+    return HostMemoryGroup(place, watch, range(world.size), rank, 0, wire)
 
 
 def _name(call: int) -> str:

@@ -22,6 +22,8 @@ from metainfer.comm.watch import Watch, Watchdog
 from metainfer.comm.wire import Wire, wire_of
 from metainfer.comm.world import World, join
 from metainfer.core.errors import MetainferError
+from metainfer.plan.routes import DECODE, PREFILL
+from metainfer.plan.wires import PLAIN
 
 GLOO, NCCL = "gloo", "nccl"
 _LOOPBACK = "127.0.0.1"
@@ -46,7 +48,7 @@ class LibraryGroup(ProcessGroup):
         """`key`: where the members meet, the same at all of them and used once."""
         super().__init__(members, rank, watch)
         self._world, self._key, self._library = world, key, library
-        self._own_sums, self._wire = own_sums, wire
+        self._own_sums, self.wire = own_sums, wire
         self._parts: list[LibraryGroup] = []
         self._sent: list[_Waited] = []
         if library == NCCL:
@@ -81,17 +83,20 @@ class LibraryGroup(ProcessGroup):
             except RuntimeError as error:
                 raise self._cause(error) from error
 
-    def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
-        return self.all_reduce_by(self._own_sums, partial, self._wire)
+    def all_reduce(self, partial: torch.Tensor, phase: str = DECODE) -> torch.Tensor:
+        return self.all_reduce_by(self._own_sums, partial, self._wire_in(phase))
+
+    def _wire_in(self, phase: str) -> str:
+        return self.wire if phase == PREFILL else PLAIN
 
     def all_reduce_by(
-        self, own_sums: bool, partial: torch.Tensor, wire: str = "plain"
+        self, own_sums: bool, partial: torch.Tensor, wire: str = PLAIN
     ) -> torch.Tensor:
         """As `join_library` says."""
         form = wire_of(wire, partial)
         partial = partial.contiguous()
         with self._during("all_reduce", partial.nbytes):
-            if not own_sums:
+            if not own_sums and wire == PLAIN:
                 self._wait(self._moves.allreduce([partial]))
                 return partial
             if partial.nbytes <= _GATHERED_UP_TO_BYTES:
@@ -102,7 +107,8 @@ class LibraryGroup(ProcessGroup):
         """Everybody gathers and sums all."""
         own = wire.encode(partial.view(-1))
         coded_SB = self._gathered(own).view(self.size, len(own))
-        return _summed(coded_SB, wire).to(partial.dtype).view(partial.shape)
+        total = wire.decode(wire.encode(_summed(coded_SB, wire)))  # as of parts, which are sent
+        return total.to(partial.dtype).view(partial.shape)
 
     def _sum_of_parts(self, partial: torch.Tensor, wire: Wire) -> torch.Tensor:
         """Everybody sums a part, and the sums are gathered."""
@@ -120,7 +126,7 @@ class LibraryGroup(ProcessGroup):
         self._wait(self._moves.alltoall_base(found, coded, [], []))
         return _summed(found.view(self.size, len(coded) // self.size), wire)
 
-    def all_gather(self, part_N: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, part_N: torch.Tensor, phase: str = DECODE) -> torch.Tensor:
         part_N = part_N.contiguous()
         with self._during("all_gather", part_N.nbytes):
             found = self._gathered(part_N.view(-1).view(torch.uint8))
@@ -133,19 +139,26 @@ class LibraryGroup(ProcessGroup):
             self._wait(self._moves._allgather_base(found, own_B))
         return found
 
-    def reduce_scatter(self, partial_N: torch.Tensor) -> torch.Tensor:
+    def reduce_scatter(self, partial_N: torch.Tensor, phase: str = DECODE) -> torch.Tensor:
+        return self.reduce_scatter_by(self._own_sums, partial_N, self._wire_in(phase))
+
+    def reduce_scatter_by(
+        self, own_sums: bool, partial_N: torch.Tensor, wire: str = PLAIN
+    ) -> torch.Tensor:
+        """As `join_library` says."""
         rows = share_rows(len(partial_N), self.size)
+        form = wire_of(wire, partial_N)
         partial_N = partial_N.contiguous()
         with self._during("reduce_scatter", partial_N.nbytes):
-            if self._own_sums:
-                total = self._own_part(partial_N.view(-1), wire_of(self._wire, partial_N))
+            if own_sums or wire != PLAIN:
+                total = self._own_part(partial_N.view(-1), form)
                 return total.to(partial_N.dtype).view(rows, *partial_N.shape[1:])
             found = partial_N.new_empty(rows, *partial_N.shape[1:])
             work = self._moves._reduce_scatter_base(found, partial_N)
             self._wait(_Waited(work, found) if self.device.type == "cpu" else work)
             return found
 
-    def all_to_all(self, parts_N: torch.Tensor) -> torch.Tensor:
+    def all_to_all(self, parts_N: torch.Tensor, phase: str = DECODE) -> torch.Tensor:
         share_rows(len(parts_N), self.size)
         parts_N = parts_N.contiguous()
         found = torch.empty_like(parts_N)
@@ -178,7 +191,7 @@ class LibraryGroup(ProcessGroup):
         members = [self.members[member] for member in ranks]
         key = f"{self._key}/{len(self._parts)}-{'-'.join(map(str, members))}"
         made = LibraryGroup(
-            self._world, self._watch, members, rank, key, self._library, self._own_sums, self._wire
+            self._world, self._watch, members, rank, key, self._library, self._own_sums, self.wire
         )
         self._parts.append(made)
         return made
@@ -260,7 +273,7 @@ def join_library(
     *,
     watch: Watch | None = None,
     own_sums: bool = True,
-    wire: str = "plain",
+    wire: str = PLAIN,
 ) -> LibraryGroup:
     """The group of all ranks, once all are there. Raises GroupError.
 
@@ -268,8 +281,8 @@ def join_library(
         library: `GLOO`, or `NCCL` on the process's current GPU.
         watch: of this rank, where it has joined already; None to join now.
         own_sums: sums are made here, in the order of ranks; else as the library makes them, which
-            are the same on all ranks too.
-        wire: of own sums, one of `wire.WIRES`.
+            are the same on all ranks too. What travels in 8 bits is always summed here.
+        wire: of sums of prefill, one of `plan.wires.WIRES`.
     """
     if not dist.is_available():
         raise MetainferError("this torch has no torch.distributed")

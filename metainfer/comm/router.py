@@ -1,236 +1,132 @@
-"""Router: which way an operation takes, by bytes and phase, and why.
-
-Ways are compared by curves of time against bytes: measured by a contest among the ranks at hand, or
-foretold (`comm.foretold`) from what a Machine record says of its links. Times are those of the
-slowest rank, one rank decides, and all are told: ranks that decide on their own deadlock.
-"""
+"""Router: a group whose operations take the ways that the plan chose, once those are verified."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TypeVar
 
 import torch
 
-from metainfer.comm.contest import Contender, Point, contest
-from metainfer.comm.group import Group
-from metainfer.core.errors import MetainferError
-from metainfer.core.units import format_bytes, format_seconds
+from metainfer.comm.contest import Contender, Point, contenders_on_cpus, problem, way_of
+from metainfer.comm.group import GroupError
+from metainfer.comm.host_memory import HostMemoryGroup, join_host_memory
+from metainfer.comm.library import GLOO, LibraryGroup, join_library
+from metainfer.comm.world import World, join
+from metainfer.core.units import format_bytes
+from metainfer.plan.comm_record import Way
+from metainfer.plan.routes import DECODE, PREFILL, Rival, Router
+from metainfer.plan.ways import SUMS
+from metainfer.plan.wires import PLAIN
 
 T = TypeVar("T")
 
-DECODE, PREFILL = "decode", "prefill"
-PHASES = (DECODE, PREFILL)
-_GAIN = 0.03  # for which the way is changed as bytes grow
+_VERIFIED_BYTES = 2**20  # at most: what is sent in many pieces is verified where it is measured
 
 
-@dataclass(frozen=True, slots=True)
-class Rival:
-    """A way, and how long it takes.
-
-    Attributes:
-        name: of the way.
-        bytes, seconds: as many of each, bytes ascending.
-        phases: in which it can be taken.
-        ordered: sums are those in the order of ranks, bit for bit.
-        why_not: why it cannot be taken at all; "" where it can.
-    """
-
-    name: str
-    bytes: tuple[int, ...]
-    seconds: tuple[float, ...]
-    phases: tuple[str, ...] = PHASES
-    ordered: bool = True
-    why_not: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """Attributes:
-    up_to: bytes to which `name` is taken; None for any.
-    seconds: that it takes at the largest size compared.
-    second, second_s: the runner-up there, "" for none, and its time.
-    """
-
-    up_to: int | None
-    name: str
-    seconds: float
-    second: str
-    second_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """Of an operation in a phase.
-
-    Attributes:
-        steps: by rising bytes; the last has no bound.
-        refused: (way, why it is not taken).
-    """
-
-    operation: str
-    phase: str
-    steps: tuple[Step, ...]
-    refused: tuple[tuple[str, str], ...]
-
-    def choose(self, size: int) -> str:
-        return next(s.name for s in self.steps if s.up_to is None or size <= s.up_to)
-
-    def explain(self) -> list[str]:
-        """Sentences."""
-        lines = []
-        for step in self.steps:
-            where = "beyond that" if step.up_to is None else f"to {format_bytes(step.up_to)}"
-            if step.up_to is None and len(self.steps) == 1:
-                where = "at all sizes"
-            rival = f", {step.second} {format_seconds(step.second_s)}" if step.second else ""
-            lines.append(
-                f"{self.operation} in {self.phase}, {where}: {step.name}"
-                f" ({format_seconds(step.seconds)}{rival})"
-            )
-        lines += [f"{self.operation} in {self.phase}: not {n}: {why}" for n, why in self.refused]
-        return lines
-
-
-def route(operation: str, phase: str, rivals: Sequence[Rival], *, any_order: bool = False) -> Route:
-    """The fastest at each size that all were measured at. The first of `rivals` wins a tie.
-
-    Args:
-        any_order: take ways too whose sums are not those in the order of ranks.
-
-    Raises MetainferError: nothing can be taken.
-    """
-    refused = [(rival.name, rival.why_not) for rival in rivals if rival.why_not]
-    left = []
-    for rival in rivals:
-        if rival.why_not:
-            continue
-        if phase not in rival.phases:
-            refused.append((rival.name, f"cannot be taken in {phase}"))
-        elif not rival.ordered and not any_order:
-            refused.append((rival.name, "its sums depend on how the work is divided"))
-        elif rival.bytes:
-            left.append(rival)
-        else:
-            refused.append((rival.name, "was not measured"))
-    if not left:
-        told = "; ".join(f"{name}: {why}" for name, why in refused)
-        raise MetainferError(f"no way is left for {operation} in {phase} ({told})")
-    return Route(operation, phase, _steps(left), tuple(refused))
-
-
-def _steps(rivals: Sequence[Rival]) -> tuple[Step, ...]:
-    sizes = sorted({size for rival in rivals for size in rival.bytes})
-    steps: list[Step] = []
-    for size in sizes:
-        times = {r.name: s for r in rivals for b, s in zip(r.bytes, r.seconds, strict=True)
-                 if b == size}  # fmt: skip
-        order = sorted(times, key=lambda name: times[name])
-        best = order[0]
-        if steps and steps[-1].name in times:
-            before = steps[-1].name
-            if times[before] <= times[best] * (1 + _GAIN):
-                best = before
-        second = next((name for name in order if name != best), "")
-        step = Step(size, best, times[best], second, times.get(second, 0.0))
-        if steps and steps[-1].name == best:
-            steps[-1] = step
-        else:
-            steps.append(step)
-    last = steps[-1]
-    steps[-1] = Step(None, last.name, last.seconds, last.second, last.second_s)
-    return tuple(steps)
-
-
-def rivals_of(points: Sequence[Point], operation: str) -> list[Rival]:
+def ways_of(points: Sequence[Point]) -> list[Way]:
     """Of a contest, by the middle sample."""
-    found: dict[str, Rival] = {}
+    found: dict[tuple[str, str, str], Rival] = {}
     for point in points:
-        if point.operation != operation:
-            continue
-        before = found.get(point.name, Rival(point.name, (), (), ordered=point.ordered))
+        name = way_of(point.name, point.wire)
+        key = point.operation, point.wire, name
+        before = found.get(key, Rival(name, (), (), ordered=point.ordered))
         if point.wrong:
             why = f"at {format_bytes(point.bytes)}: {point.wrong}"
-            found[point.name] = Rival(point.name, (), (), ordered=point.ordered, why_not=why)
+            found[key] = Rival(name, (), (), ordered=point.ordered, why_not=why)
         else:
             middle = sorted(point.seconds)[len(point.seconds) // 2]
-            found[point.name] = Rival(
-                point.name,
-                (*before.bytes, point.bytes),
-                (*before.seconds, middle),
-                ordered=point.ordered,
-            )
-    return list(found.values())
+            sizes, seconds = (*before.bytes, point.bytes), (*before.seconds, middle)
+            found[key] = Rival(name, sizes, seconds, ordered=point.ordered)
+    return [Way(operation, wire, rival) for (operation, wire, _), rival in found.items()]
 
 
-class Router:
-    """All routes of a group.
+@dataclass(frozen=True, slots=True)
+class CpuCarriers:
+    """What can carry the collectives of ranks on CPUs.
 
     Attributes:
-        routes: by (operation, phase).
+        base: for what has no route: sends, objects, groups of other sizes.
+        library: gloo, where a route takes it.
     """
 
-    def __init__(self, routes: Sequence[Route]) -> None:
-        self.routes: Mapping[tuple[str, str], Route] = MappingProxyType(
-            {(route.operation, route.phase): route for route in routes}
-        )
+    base: HostMemoryGroup
+    library: LibraryGroup | None = None
 
-    def choose(self, operation: str, size: int, phase: str) -> str:
-        found = self.routes.get((operation, phase))
-        if found is None:
-            raise MetainferError(f"there is no route for {operation} in {phase}")
-        return found.choose(size)
+    def contenders(self) -> list[Contender]:
+        return contenders_on_cpus(self.base, self.library, dict.fromkeys((PLAIN, self.base.wire)))
 
-    def explain(self) -> list[str]:
-        return [line for route in self.routes.values() for line in route.explain()]
+    def part(self, ranks: Sequence[int], least: int) -> CpuCarriers:
+        """`least`: ranks of groups that have routes; smaller ones need no library."""
+        library = self.library
+        if library is not None:
+            library = library.part(ranks) if len(ranks) >= least else None
+        return CpuCarriers(self.base.part(ranks), library)
 
-
-def route_by_contest(
-    group: Group,
-    contenders: Sequence[Contender],
-    sizes: Sequence[int],
-    until_s: float,
-    *,
-    samples: int = 3,
-    any_order: bool = False,
-) -> Router:
-    """Every rank calls it, and all have the same router: rank 0 decides."""
-    points = contest(group, contenders, sizes, samples, until_s)
-    routes = []
-    if group.rank == 0:
-        for operation in dict.fromkeys(contender.operation for contender in contenders):
-            rivals = rivals_of(points, operation)
-            routes += [route(operation, phase, rivals, any_order=any_order) for phase in PHASES]
-    return Router(group.broadcast(routes))
+    def close(self) -> None:
+        if self.library is not None:
+            self.library.close()
+        self.base.close()
 
 
 class RoutedGroup:
-    """A group whose operations take the ways that a router chose (`comm.group.Group`).
+    """A group whose operations take the ways that a router chose (`comm.group.Group`). Groups of
+    another number of ranks than the routes are for take those of their carrier."""
 
-    Attributes:
-        phase: of the step at hand; whoever runs steps sets it, the same on all ranks.
-    """
+    def __init__(self, carriers: CpuCarriers, router: Router, ranks: int) -> None:
+        """All ranks call it.
 
-    def __init__(self, base: Group, contenders: Sequence[Contender], router: Router) -> None:
-        """`base`: for what has no route: sends, objects, parts."""
-        self.rank, self.size = base.rank, base.size
-        self.phase = PREFILL
-        self._base, self._router = base, router
-        self._ways = {(c.operation, c.name): c for c in contenders}
+        Args:
+            ranks: of a group that the routes are for.
 
-    def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
-        return self._run("all_reduce", partial)
+        Raises GroupError: a way that was chosen brings wrong data.
+        """
+        base = carriers.base
+        self.rank, self.size, self.wire = base.rank, base.size, base.wire
+        self._base, self._carriers, self._router, self._ranks = base, carriers, router, ranks
+        self._ways: dict[tuple[str, str, str], Contender] = {}
+        if base.size == ranks:
+            self._ways = {
+                (one.operation, way_of(one.name, one.wire), one.wire): one
+                for one in carriers.contenders()
+            }
+            self._verify()
 
-    def all_gather(self, part_N: torch.Tensor) -> torch.Tensor:
-        return self._run("all_gather", part_N)
+    def _verify(self) -> None:
+        seen: set[str] = set()
+        for (operation, phase), route in self._router.routes.items():
+            for number, step in enumerate(route.steps):
+                way = self._way(operation, step.name, phase)
+                if way.operation + way.name in seen:
+                    continue
+                seen.add(way.operation + way.name)
+                size = min(step.up_to or _VERIFIED_BYTES, _VERIFIED_BYTES)
+                wrong = problem(self._base, way, size, number)
+                if wrong:
+                    raise GroupError(
+                        f"{operation} by {way.name} brings wrong data at {format_bytes(size)}:"
+                        f" {wrong}"
+                    )
 
-    def reduce_scatter(self, partial_N: torch.Tensor) -> torch.Tensor:
-        return self._run("reduce_scatter", partial_N)
+    def all_reduce(self, partial: torch.Tensor, phase: str = DECODE) -> torch.Tensor:
+        if not self._ways:
+            return self._base.all_reduce(partial, phase)
+        return self._run("all_reduce", partial, phase)
 
-    def all_to_all(self, parts_N: torch.Tensor) -> torch.Tensor:
-        return self._run("all_to_all", parts_N)
+    def all_gather(self, part_N: torch.Tensor, phase: str = DECODE) -> torch.Tensor:
+        if not self._ways:
+            return self._base.all_gather(part_N, phase)
+        return self._run("all_gather", part_N, phase)
+
+    def reduce_scatter(self, partial_N: torch.Tensor, phase: str = DECODE) -> torch.Tensor:
+        if not self._ways:
+            return self._base.reduce_scatter(partial_N, phase)
+        return self._run("reduce_scatter", partial_N, phase)
+
+    def all_to_all(self, parts_N: torch.Tensor, phase: str = DECODE) -> torch.Tensor:
+        if not self._ways:
+            return self._base.all_to_all(parts_N, phase)
+        return self._run("all_to_all", parts_N, phase)
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
         self._base.send(tensor, to)
@@ -244,12 +140,44 @@ class RoutedGroup:
     def broadcast(self, value: T) -> T:
         return self._base.broadcast(value)
 
-    def part(self, ranks: Sequence[int]) -> Group:
-        return self._base.part(ranks)
+    def part(self, ranks: Sequence[int]) -> RoutedGroup:
+        return RoutedGroup(self._carriers.part(ranks, self._ranks), self._router, self._ranks)
+
+    def abort(self, why: str) -> None:
+        self._base.abort(why)
 
     def close(self) -> None:
-        self._base.close()
+        self._carriers.close()
 
-    def _run(self, operation: str, tensor: torch.Tensor) -> torch.Tensor:
-        name = self._router.choose(operation, tensor.nbytes, self.phase)
-        return self._ways[operation, name].run(tensor)
+    def _run(self, operation: str, tensor: torch.Tensor, phase: str) -> torch.Tensor:
+        name = self._router.choose(operation, tensor.nbytes, phase)
+        return self._way(operation, name, phase).run(tensor)
+
+    def _way(self, operation: str, name: str, phase: str) -> Contender:
+        wire = self.wire if operation in SUMS and phase == PREFILL else PLAIN
+        try:
+            return self._ways[operation, name, wire]
+        except KeyError:
+            travels = "" if wire == PLAIN else f" in {wire}"
+            raise GroupError(f"there is no {name} for {operation}{travels} here") from None
+
+
+def join_routed(world: World, rank: int, router: Router, ranks: int, wire: str) -> RoutedGroup:
+    """The group of all ranks of CPUs, once all are there.
+
+    Args:
+        ranks: of a group that the routes are for.
+        wire: of sums of prefill, one of `plan.wires.WIRES`.
+
+    Raises GroupError: a rank did not come, or a way that was chosen brings wrong data.
+    """
+    watch = join(world, rank)
+    base = join_host_memory(world, rank, watch=watch, wire=wire)
+    library = None
+    if any(name.startswith(GLOO) for name in _names(router)):
+        library = join_library(world, rank, GLOO, watch=watch, wire=wire)
+    return RoutedGroup(CpuCarriers(base, library), router, ranks)
+
+
+def _names(router: Router) -> Iterable[str]:
+    return (step.name for route in router.routes.values() for step in route.steps)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -14,16 +14,9 @@ from metainfer.comm.process_group import ProcessGroup
 from metainfer.comm.watch import Watch
 from metainfer.comm.wire import wire_of
 from metainfer.core.errors import MetainferError
-
-_ONE_SHOT_UP_TO_BYTES = 64 * 1024
-
-Choose = Callable[[str, int], str]
-"""Which algorithm an operation on so many bytes takes."""
-
-
-def by_size(operation: str, size: int) -> str:
-    """The choice where nothing was measured."""
-    return "one-shot" if size <= _ONE_SHOT_UP_TO_BYTES else "two-shot"
+from metainfer.plan.routes import DECODE, PREFILL
+from metainfer.plan.ways import way_by_bytes
+from metainfer.plan.wires import PLAIN
 
 
 class Channels(Transport, Protocol):
@@ -44,7 +37,11 @@ class Channels(Transport, Protocol):
 
 
 class TransportGroup(ProcessGroup):
-    """What does not depend on how bytes move."""
+    """What does not depend on how bytes move.
+
+    Attributes:
+        wire: as of `comm.group.Group`.
+    """
 
     def __init__(
         self,
@@ -52,20 +49,20 @@ class TransportGroup(ProcessGroup):
         rank: int,
         watch: Watch,
         transport: Channels,
-        choose: Choose,
         wire: str,
     ) -> None:
         super().__init__(members, rank, watch)
-        self._transport, self._choose, self._wire = transport, choose, wire
+        self._transport, self.wire = transport, wire
 
-    def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
-        return self.all_reduce_by(self._choose("all_reduce", partial.nbytes), partial, self._wire)
+    def all_reduce(self, partial: torch.Tensor, phase: str = DECODE) -> torch.Tensor:
+        wire = self.wire if phase == PREFILL else PLAIN
+        return self.all_reduce_by(way_by_bytes("all_reduce", partial.nbytes), partial, wire)
 
     def all_reduce_by(
-        self, algorithm: str, partial: torch.Tensor, wire: str = "plain"
+        self, algorithm: str, partial: torch.Tensor, wire: str = PLAIN
     ) -> torch.Tensor:
-        """By one of `algorithms.ALL_REDUCES`, with one of `wire.WIRES`. Raises MetainferError where
-        those do not go together."""
+        """By one of `algorithms.ALL_REDUCES`, with one of `plan.wires.WIRES`. Raises MetainferError
+        where those do not go together."""
         form = wire_of(wire, partial)
         why = algorithms.refusal(algorithm, self.size, form)
         if why:
@@ -75,26 +72,31 @@ class TransportGroup(ProcessGroup):
             ALL_REDUCES[algorithm](self._transport, partial.view(-1), form)
         return partial
 
-    def all_gather(self, part_N: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, part_N: torch.Tensor, phase: str = DECODE) -> torch.Tensor:
         part_N = part_N.contiguous()
         found = part_N.new_empty(self.size * len(part_N), *part_N.shape[1:])
         with self._during("all_gather", part_N.nbytes):
             algorithms.all_gather(self._transport, _bytes(part_N), _by_rank(found, self.size))
         return found
 
-    def reduce_scatter(self, partial_N: torch.Tensor) -> torch.Tensor:
+    def reduce_scatter(self, partial_N: torch.Tensor, phase: str = DECODE) -> torch.Tensor:
+        return self.reduce_scatter_by(partial_N, self.wire if phase == PREFILL else PLAIN)
+
+    def reduce_scatter_by(self, partial_N: torch.Tensor, wire: str) -> torch.Tensor:
+        """With one of `plan.wires.WIRES`."""
         rows = share_rows(len(partial_N), self.size)
+        form = wire_of(wire, partial_N)
         total = partial_N.new_empty(rows, *partial_N.shape[1:])
         with self._during("reduce_scatter", partial_N.nbytes):
             algorithms.reduce_scatter(
                 self._transport,
                 partial_N.contiguous().view(self.size, total.numel()),
                 total.view(-1),
-                wire_of(self._wire, partial_N),
+                form,
             )
         return total
 
-    def all_to_all(self, parts_N: torch.Tensor) -> torch.Tensor:
+    def all_to_all(self, parts_N: torch.Tensor, phase: str = DECODE) -> torch.Tensor:
         share_rows(len(parts_N), self.size)
         parts_N = parts_N.contiguous()
         found = torch.empty_like(parts_N)

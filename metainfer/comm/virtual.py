@@ -24,6 +24,9 @@ from metainfer.comm.group import (
     share_rows,
     sum_in_order,
 )
+from metainfer.comm.wire import Plain, Wire, wire_of
+from metainfer.plan.routes import DECODE, PREFILL
+from metainfer.plan.wires import PLAIN
 
 T = TypeVar("T")
 _END_S = 5.0  # for threads to see that others failed
@@ -89,7 +92,7 @@ class VirtualGroup:
     def all_reduce(self, partial: torch.Tensor, phase: str = DECODE) -> torch.Tensor:
         wire = wire_of(self.wire if phase == PREFILL else PLAIN, partial)
         return self._exchange(
-            _call("all_reduce", partial), partial, lambda found: _rounded(_sum(found, wire), wire)
+            _call("all_reduce", partial), partial, lambda found: _sum(found, wire, returns=True)
         )
 
     def all_gather(self, part_N: torch.Tensor, phase: str = DECODE) -> torch.Tensor:
@@ -102,7 +105,7 @@ class VirtualGroup:
         return self._exchange(
             _call("reduce_scatter", partial_N),
             partial_N,
-            lambda found: _sum([partial[own] for partial in found], wire),
+            lambda found: _sum([part[own] for part in found], wire, returns=False),
         )
 
     def all_to_all(self, parts_N: torch.Tensor, phase: str = DECODE) -> torch.Tensor:
@@ -214,17 +217,19 @@ def _call(operation: str, tensor: torch.Tensor) -> str:
     return f"{operation} of {tensor.dtype} {list(tensor.shape)}".replace("torch.", "")
 
 
-def _sum(parts: Sequence[torch.Tensor], wire: Wire) -> torch.Tensor:
-    """Of what arrives of each part."""
-    return sum_in_order([_rounded(part, wire) for part in parts])
-
-
-def _rounded(tensor: torch.Tensor, wire: Wire) -> torch.Tensor:
-    """What arrives of it."""
+def _sum(parts: Sequence[torch.Tensor], wire: Wire, *, returns: bool) -> torch.Tensor:
+    """Of what arrives of each part; `returns`: the sum travels too."""
     if isinstance(wire, Plain):
-        return tensor
-    found = wire.decode(wire.encode(tensor.contiguous().view(-1)))
-    return found.to(tensor.dtype).view(tensor.shape)
+        return sum_in_order(parts)
+    total = sum_in_order([_arrived(part, wire) for part in parts])
+    if returns:
+        total = _arrived(total, wire)
+    return total.to(parts[0].dtype).view(parts[0].shape)
+
+
+def _arrived(tensor: torch.Tensor, wire: Wire) -> torch.Tensor:
+    """Flat, as `wire` decodes it."""
+    return wire.decode(wire.encode(tensor.contiguous().view(-1)))
 
 
 def virtual_groups(

@@ -14,12 +14,9 @@ from typing import Protocol
 import torch
 
 from metainfer.core.errors import MetainferError
-
-BLOCK = 128
-"""Numbers of one row that share a scale."""
+from metainfer.plan.wires import BLOCK, PLAIN, WIRES
 
 _SCALE_BYTES = 4
-WIRES = ("plain", "fp8", "int8")
 
 
 class Wire(Protocol):
@@ -86,7 +83,7 @@ class EightBit:
 
     def encode(self, values_N: torch.Tensor) -> torch.Tensor:
         """Of a block that holds what is not finite, nothing that arrives is."""
-        blocks_B128 = values_N.view(-1, BLOCK).float()
+        blocks_B128 = values_N.view(len(values_N) // BLOCK, BLOCK).float()
         largest = 127.0 if self.codes is torch.int8 else 448.0
         scale_B1 = blocks_B128.abs().amax(-1, keepdim=True) / largest
         scaled_B128 = blocks_B128 / torch.where(scale_B1 > 0, scale_B1, 1.0)
@@ -99,16 +96,16 @@ class EightBit:
         return units.view(-1)
 
     def decode(self, bytes_B: torch.Tensor) -> torch.Tensor:
-        units = bytes_B.view(-1, self.unit_bytes)
+        units = bytes_B.view(len(bytes_B) // self.unit_bytes, self.unit_bytes)
         scale_B1 = units[:, BLOCK:].contiguous().view(torch.float32)
         codes_B128 = units[:, :BLOCK].contiguous().view(self.codes)
         return (codes_B128.float() * scale_B1).view(-1)
 
 
 def wire_of(name: str, tensor: torch.Tensor) -> Wire:
-    """The wire that is called `name`, one of `WIRES`, for rows of `tensor`. Raises where those
-    cannot travel so."""
-    if name == "plain":
+    """The wire that is called `name`, one of `plan.wires.WIRES`, for rows of `tensor`. Raises where
+    those cannot travel so."""
+    if name == PLAIN:
         return Plain(tensor.dtype)
     if name not in WIRES:
         raise MetainferError(f"there is no wire {name}, only {', '.join(WIRES)}")

@@ -51,6 +51,7 @@ from metainfer.plan.plan import Plan
 from metainfer.plan.plan_file import settle
 from metainfer.plan.proof import cache_proof
 from metainfer.plan.settings import EngineSettings, LoadFormat
+from metainfer.plan.wire_proof import wire_proof
 from metainfer.weights.load import LoadProgress
 
 _log = logging.getLogger(__name__)
@@ -267,12 +268,13 @@ def load_model(
     for sentence in settled.warnings:
         _log.warning("%s", sentence)
     proof = cache_proof(directory, arch, settings)
+    wires = wire_proof(directory, settings)
     with settled.naming():
         capabilities = choose_target(machine, arch, settings, registry.capabilities, proof)
         target = capabilities.target
         found = find_here(machine, target, gpu_number(settings.device or ""))
         plan = settled.told(
-            build_plan(machine, arch, settings, capabilities, proof, found.tuning())
+            build_plan(machine, arch, settings, capabilities, proof, found.tuning(), wires)
         )
     if on_plan is not None:
         on_plan(machine, plan)

@@ -9,12 +9,14 @@ from typing import TypeVar
 import torch
 
 from metainfer.comm.group import Aborted, check_part
-from metainfer.comm.host_memory import join_host_memory
 from metainfer.comm.library import join_library
+from metainfer.comm.router import join_routed
 from metainfer.comm.world import World
 from metainfer.core.errors import MetainferError
 from metainfer.llm.rank_orders import Abortable
-from metainfer.plan.ranks import HOST_MEMORY, NCCL
+from metainfer.plan.plan import Plan
+from metainfer.plan.ranks import HOST_MEMORY, NCCL, NONE
+from metainfer.plan.routes import DECODE, Router
 
 T = TypeVar("T")
 
@@ -27,8 +29,10 @@ class StandingGroup:
         calls: collectives since the ranks met; ranks that are in step have made equally many.
     """
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, rank: int, size: int, wire: str) -> None:
+        """`wire`: as of `comm.group.Group`, of all that it meets in."""
         self.rank = rank
+        self.wire = wire
         self.size = size
         self._calls = 0
         self._parts: list[tuple[tuple[int, ...], StandingGroup]] = []
@@ -60,17 +64,17 @@ class StandingGroup:
         for _, part in self._parts:
             part._break(why)
 
-    def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
-        return self._group().all_reduce(partial)
+    def all_reduce(self, partial: torch.Tensor, phase: str = DECODE) -> torch.Tensor:
+        return self._group().all_reduce(partial, phase)
 
-    def all_gather(self, part_N: torch.Tensor) -> torch.Tensor:
-        return self._group().all_gather(part_N)
+    def all_gather(self, part_N: torch.Tensor, phase: str = DECODE) -> torch.Tensor:
+        return self._group().all_gather(part_N, phase)
 
-    def reduce_scatter(self, partial_N: torch.Tensor) -> torch.Tensor:
-        return self._group().reduce_scatter(partial_N)
+    def reduce_scatter(self, partial_N: torch.Tensor, phase: str = DECODE) -> torch.Tensor:
+        return self._group().reduce_scatter(partial_N, phase)
 
-    def all_to_all(self, parts_N: torch.Tensor) -> torch.Tensor:
-        return self._group().all_to_all(parts_N)
+    def all_to_all(self, parts_N: torch.Tensor, phase: str = DECODE) -> torch.Tensor:
+        return self._group().all_to_all(parts_N, phase)
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
         self._group().send(tensor, to)
@@ -86,7 +90,7 @@ class StandingGroup:
 
     def part(self, ranks: Sequence[int]) -> StandingGroup:
         """Stands as long as this one does, and may be made before the ranks meet."""
-        part = StandingGroup(check_part(ranks, self), len(ranks))
+        part = StandingGroup(check_part(ranks, self), len(ranks), self.wire)
         self._parts.append((tuple(ranks), part))
         if self._joined is not None:
             part.meet(self._joined.part(ranks))
@@ -112,13 +116,31 @@ class HostMeeting:
     Attributes:
         world: shared by all; made anew for each meeting.
         carried: by what, one of `plan.ranks`.
+        ways: which collectives take, as `plan.routes.Router` reads it.
+        ranks: of a stage, which the ways are for.
+        wire: of sums of prefill.
     """
 
     world: World
     carried: str
+    ways: str
+    ranks: int
+    wire: str
+
+    @classmethod
+    def of(cls, plan: Plan, world: World) -> HostMeeting:
+        return cls(
+            world,
+            plan.collectives.value,
+            plan.collective_ways.value,
+            plan.tensor_parallel_size.value,
+            plan.wire_dtype.value,
+        )
 
     def join(self, rank: int) -> Abortable:
         if self.carried == HOST_MEMORY:
-            return join_host_memory(self.world, rank)
+            router = Router([]) if self.ways == NONE else Router.of_words(self.ways)
+            return join_routed(self.world, rank, router, self.ranks, self.wire)
         # What NCCL sums is the same on all ranks too, and it sums faster than it gathers.
-        return join_library(self.world, rank, self.carried, own_sums=self.carried != NCCL)
+        own_sums = self.carried != NCCL
+        return join_library(self.world, rank, self.carried, own_sums=own_sums, wire=self.wire)

@@ -136,7 +136,7 @@ class _Rank:
     """A part of a model, who runs it, and the steps whose results were not read."""
 
     def __init__(self, start: Start, inbox: _Inbox) -> None:
-        self._group = StandingGroup(start.rank, start.plan.ranks)
+        self._group = StandingGroup(start.rank, start.plan.ranks, start.plan.wire_dtype.value)
         self._inbox = inbox
         self._rank = start.rank
         self._flights: deque[tuple[Step, Flight]] = deque()

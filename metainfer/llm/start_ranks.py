@@ -84,7 +84,7 @@ class Ranks:
 
     def __init__(self, recipe: Recipe, on_progress: LoadProgress | None) -> None:
         """Start them; each loads its part."""
-        self.group = StandingGroup(0, recipe.size)
+        self.group = StandingGroup(0, recipe.size, recipe.plan.wire_dtype.value)
         self.cpus = recipe.cpus()[0]
         self._recipe = recipe
         self._starts = recipe.starts()
@@ -95,7 +95,9 @@ class Ranks:
         self._world: World | None = None
         self._on_death: Callable[[str], None] | None = None
         self._crew = RankCrew(self._starts, on_progress, self._tell_death)
+        ways = recipe.plan.collective_ways
         _log.info("%d ranks load, each its part", recipe.size)
+        _log.info("ways of collectives: %s (%s)", ways.value, ways.reason)
 
     def progress(self, done: int, total: int) -> None:
         """Of this process's rank. Raises where another has failed meanwhile."""
@@ -152,7 +154,7 @@ class Ranks:
         if self._world is not None:
             self._world.close()
         self._world = World(self._recipe.size, deadline_s=DEADLINE_S)
-        return HostMeeting(self._world, self._recipe.plan.collectives.value)
+        return HostMeeting.of(self._recipe.plan, self._world)
 
     def _tell_death(self, sentence: str) -> None:
         if self._on_death is not None:

@@ -14,6 +14,7 @@ from metainfer.nn.kept_rows import latents
 from metainfer.nn.linear import stacked_linear
 from metainfer.nn.rows import RmsNorm, Rows
 from metainfer.nn.step_index import PrefillIndex, StepIndex
+from metainfer.nn.sums import sum_rows
 
 
 class Attention:
@@ -76,7 +77,7 @@ class Attention:
                 self._prefill(heads, q_THD, latents_ND, q_rank, states, part, step, cache)
             )
         out_THD = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        return group.all_reduce(heads.outputs(out_THD, q_rotation_TR2))
+        return sum_rows(group, heads.outputs(out_THD, q_rotation_TR2), step)
 
     def _decode(
         self,

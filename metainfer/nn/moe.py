@@ -10,6 +10,7 @@ from metainfer.nn.builder import LayerBuilder, weight_tensors
 from metainfer.nn.linear import Linear, StackedLinear
 from metainfer.nn.rows import Rows, rounds
 from metainfer.nn.step_index import StepIndex
+from metainfer.nn.sums import sum_rows
 from metainfer.ops.moe import (
     ExpertsCase,
     ExpertsFp8RowsCase,
@@ -119,7 +120,7 @@ class MixtureOfExperts:
             side = self._placement.by_tokens
         elif side.heads.size == 1:
             return y_TD, shared_TD
-        return (side.heads.all_reduce((y_TD + shared_TD).to(shared_TD.dtype)),)
+        return (sum_rows(side.heads, (y_TD + shared_TD).to(shared_TD.dtype), step),)
 
     def _routed(self, x: Rows, token_ids_T: torch.Tensor, step: StepIndex) -> torch.Tensor:
         """y_TD of the routed experts: fp32, of this rank's part of them; or of all of them in the

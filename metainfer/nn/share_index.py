@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from metainfer.comm.group import Group
+from metainfer.plan.routes import PREFILL
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class ExtendedRows:
         """[E, W]. All ranks call it together."""
         if not len(self.given_G):
             return own_TW
-        pool = self.group.all_gather(own_TW.index_select(0, self.given_G))
+        pool = self.group.all_gather(own_TW.index_select(0, self.given_G), PREFILL)
         return torch.cat([own_TW, pool.index_select(0, self.taken_X)])
 
     def of_readers(self, source_NW: torch.Tensor) -> list[torch.Tensor]:
@@ -71,7 +72,7 @@ class SharedWindows:
 
     def gathered(self, entries_ED: torch.Tensor) -> torch.Tensor:
         """The entries of all ranks in the order of the step, of this rank's own."""
-        pool = self.rows.group.all_gather(_filled(entries_ED, self.most))
+        pool = self.rows.group.all_gather(_filled(entries_ED, self.most), PREFILL)
         return pool.index_select(0, self.order_E)
 
 
@@ -110,7 +111,7 @@ class ShareIndex:
         """Own rows of several tensors -> those of all ranks, [ranks * most_rows, ...] each, in one
         exchange. Rows that a rank lacks hold zeros."""
         own = [tensor.flatten(1).contiguous().view(torch.uint8) for tensor in tensors]
-        pool = self.group.all_gather(_filled(torch.cat(own, dim=1), self.most_rows))
+        pool = self.group.all_gather(_filled(torch.cat(own, dim=1), self.most_rows), PREFILL)
         parts = pool.split([part.shape[1] for part in own], dim=1)
         return [
             part.contiguous().view(tensor.dtype).unflatten(1, tensor.shape[1:])
@@ -120,12 +121,12 @@ class ShareIndex:
     def scatter_sums(self, partial_TD: torch.Tensor, own: int) -> torch.Tensor:
         """Partial sums of the rows that `gather_rows` gave -> the sums of the `own` first of this
         rank's."""
-        return self.group.reduce_scatter(partial_TD)[:own]
+        return self.group.reduce_scatter(partial_TD, PREFILL)[:own]
 
     def gather_wanted(self, streams_WSD: torch.Tensor) -> torch.Tensor:
         """Streams of this rank's wanted rows -> those of all wanted rows, in the order of the
         step."""
-        pool = self.group.all_gather(_filled(streams_WSD, self.most_wanted))
+        pool = self.group.all_gather(_filled(streams_WSD, self.most_wanted), PREFILL)
         return pool.index_select(0, self.order_W)
 
 

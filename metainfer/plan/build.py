@@ -44,6 +44,8 @@ from metainfer.plan.ranks import (
 )
 from metainfer.plan.settings import EngineSettings, Residency
 from metainfer.plan.tuning import Tuning, tuned_kernels
+from metainfer.plan.ways import collective_ways
+from metainfer.plan.wire_proof import WireProof, wire_dtype
 
 T = TypeVar("T")
 
@@ -90,12 +92,14 @@ def build_plan(
     capabilities: Capabilities,
     proof: CacheProof | None = None,
     tuning: Tuning | None = None,
+    wire_proof: WireProof | None = None,
 ) -> Plan:
     """The plan for `arch` on the device that `capabilities` are about.
 
     Args:
         proof: that the model may keep its caches as bytes.
         tuning: what is known of how fast kernels are on that device.
+        wire_proof: that sums of its ranks may travel in 8 bits.
 
     Raises UserError for flags that contradict each other, the model or the machine, and for what
     does not fit into memory.
@@ -111,6 +115,8 @@ def build_plan(
     stages = pipeline_parallel_size(arch, settings)
     everyone = rank_count(settings)
     carried = collectives(target, everyone)
+    wire = wire_dtype(arch, settings, ranks.value, wire_proof)
+    threads = threads_of_rank(_threads(machine, settings, target), everyone)
     formats = choose_formats(machine, arch, settings, capabilities, proof)
     residency, kernel_order = _residency(served, capabilities)
     batched_tokens = _flag("--max-num-batched-tokens", settings.max_num_batched_tokens) or Value(
@@ -153,6 +159,10 @@ def build_plan(
         expert_parallel_size=experts,
         pipeline_parallel_size=stages,
         collectives=carried,
+        collective_ways=collective_ways(
+            machine, carried.value, ranks.value, threads.value, wire.value
+        ),
+        wire_dtype=wire,
         max_model_len=sizes.max_model_len,
         max_num_seqs=sizes.max_num_seqs,
         max_num_batched_tokens=batched_tokens,
@@ -175,7 +185,7 @@ def build_plan(
         async_scheduling=async_scheduling(target.type, settings),
         decode_share=decode_share(settings),
         longest_prefill_s=longest_prefill_s(settings),
-        threads=threads_of_rank(_threads(machine, settings, target), everyone),
+        threads=threads,
     )
 
 

@@ -60,6 +60,9 @@ class Plan:
             has a slice of every expert.
         pipeline_parallel_size: stages, each with some of the layers.
         collectives: what carries their sums (`plan.ranks`).
+        collective_ways: which way each collective of the ranks of a stage takes, by bytes and phase
+            (`plan.routes.Router.of_words`).
+        wire_dtype: in which form sums of prefill travel between ranks (`plan.wires`).
         max_model_len: longest sequence, prompt and output together.
         max_num_seqs: sequences that run at once; each owns one state slot.
         max_num_batched_tokens: rows per step; longer prompts are prefilled in chunks.
@@ -96,6 +99,8 @@ class Plan:
     expert_parallel_size: Value[int]
     pipeline_parallel_size: Value[int]
     collectives: Value[str]
+    collective_ways: Value[str]
+    wire_dtype: Value[str]
     max_model_len: Value[int]
     max_num_seqs: Value[int]
     max_num_batched_tokens: Value[int]

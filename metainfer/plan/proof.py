@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 from metainfer.arch.record import Arch, LayerKind
 from metainfer.ops.cache_formats import PLAIN
 from metainfer.plan.settings import EngineSettings, LoadFormat
+from metainfer.plan.wires import PLAIN as WIRE
 
 LIMITS: Mapping[str, float] = MappingProxyType(
     {"kl": 0.02, "perplexity_rise": 0.01, "top1": 0.97, "recall_loss": 0.02}
@@ -29,7 +30,8 @@ LEAST_TOKENS = 2048
 """Predicted tokens of text that a verdict must rest on."""
 
 _KEY_DIGITS = 16
-_SAME = ("compute_dtype", "activations", "weights_residency")  # of both sides' plans
+SAME = ("compute_dtype", "activations", "weights_residency")
+"""What else changes predictions, of both sides' plans."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,35 +68,59 @@ def judged(record: Mapping[str, Any], arch: Arch) -> CacheProof | str:
     """What `record` proves if it passed: B keeps bytes, A plain numbers, and all else that changes
     predictions is equal. A string says why it could prove nothing."""
     a, b = (record["sides"][side]["receipt"] for side in ("A", "B"))
-    found, limits = record["divergence"], record["verdict"]["thresholds"]
     kept_a, kept_b = (
         tuple(side["plan"][name]["value"] for name in ("cache_dtype", "index_cache_dtype"))
         for side in (a, b)
     )
-    others = [name for name in _SAME if a["plan"][name]["value"] != b["plan"][name]["value"]]
-    lax = [name for name, limit in LIMITS.items() if _is_laxer(name, limits[name], limit)]
-    loaded = {side["settings"]["load_format"] for side in (a, b)}
     seen = _all_chosen(arch)
     doubts = {
         "it does not hold caches of bytes against plain ones": not set(kept_a) <= set(PLAIN)
         or set(kept_b) <= set(PLAIN),
-        f"the two sides differ in {' and '.join(others)} too": bool(others),
-        f"the limits of {' and '.join(lax)} are laxer than usual": bool(lax),
-        "its tokens or weights are drawn at random": loaded != {str(LoadFormat.AUTO)}
-        or not record["held_out"],
-        f"{found['tokens']} predicted tokens are fewer than {LEAST_TOKENS}": found["tokens"]
-        < LEAST_TOKENS,
+        "the two sides differ in wire_dtype too": wire_of(a) != wire_of(b),
+        **doubts_of_any(record, SAME),
         f"up to {seen} tokens no index key decides anything": kept_b[1] not in PLAIN
         and record["longest"] <= seen,
     }
     for doubt, holds in doubts.items():
         if holds:
             return doubt
-    text = (
+    return CacheProof(kept_b[0], kept_b[1], reason_of(record))
+
+
+def wire_of(receipt: Mapping[str, Any]) -> str:
+    """In which sums travelled; records of before there were others do not say."""
+    value: str = receipt["plan"].get("wire_dtype", {"value": WIRE})["value"]
+    return value
+
+
+def doubts_of_any(record: Mapping[str, Any], same: Sequence[str]) -> dict[str, bool]:
+    """Why a record could prove nothing, whatever its sides differ in, and whether that holds.
+
+    Args:
+        same: values of plans that must be equal on both sides.
+    """
+    a, b = (record["sides"][side]["receipt"] for side in ("A", "B"))
+    found, limits = record["divergence"], record["verdict"]["thresholds"]
+    others = [name for name in same if a["plan"][name]["value"] != b["plan"][name]["value"]]
+    lax = [name for name, limit in LIMITS.items() if _is_laxer(name, limits[name], limit)]
+    loaded = {side["settings"]["load_format"] for side in (a, b)}
+    return {
+        f"the two sides differ in {' and '.join(others)} too": bool(others),
+        f"the limits of {' and '.join(lax)} are laxer than usual": bool(lax),
+        "its tokens or weights are drawn at random": loaded != {str(LoadFormat.AUTO)}
+        or not record["held_out"],
+        f"{found['tokens']} predicted tokens are fewer than {LEAST_TOKENS}": found["tokens"]
+        < LEAST_TOKENS,
+    }
+
+
+def reason_of(record: Mapping[str, Any]) -> str:
+    """A sentence's end."""
+    found = record["divergence"]
+    return (
         f"bench quality passed it on {str(record['date'])[:10]}: divergence {found['kl']:.2g} nats"
         f" a token, perplexity {found['perplexity_rise']:+.2%}"
     )
-    return CacheProof(kept_b[0], kept_b[1], text)
 
 
 def keep(record: Mapping[str, Any], key: str, cache: Path | None = None) -> Path:
@@ -125,7 +151,7 @@ def cache_proofs(
         return ()
     seen: set[tuple[str, str]] = set()
     passed = []
-    for record in _latest_first(key, cache or default_cache()):
+    for record in latest_first(key, cache or default_cache()):
         with suppress(KeyError, TypeError, ValueError):
             proof = judged(record, arch)
             if isinstance(proof, str) or (proof.latents, proof.index_keys) in seen:
@@ -136,7 +162,8 @@ def cache_proofs(
     return tuple(passed)
 
 
-def _latest_first(key: str, cache: Path) -> list[dict[str, Any]]:
+def latest_first(key: str, cache: Path) -> list[dict[str, Any]]:
+    """All that was kept of a checkpoint."""
     records = []
     for path in cache.glob(f"{key}-*.json"):
         with suppress(OSError, ValueError):

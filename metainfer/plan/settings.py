@@ -15,6 +15,7 @@ from metainfer.core.errors import UserError
 from metainfer.hardware.device_names import parse_device
 from metainfer.ops.cache_formats import INDEX_DTYPES, LATENT_DTYPES
 from metainfer.ops.targets import parse_portable
+from metainfer.plan.wires import WIRES
 
 
 class Residency(StrEnum):
@@ -140,6 +141,13 @@ class EngineSettings:
         aliases=("-dcp",),
         unit="ranks",
     )
+    wire_dtype: str | None = flag(
+        "--wire-dtype",
+        "Format in which ranks add up rows of prompts: 8 bits halve what travels; where it is not"
+        " given, `bench quality` must have passed them for this model and so many ranks",
+        choices=WIRES,
+        stability=Stability.EXPERIMENTAL,
+    )
     pipeline_parallel_size: int | None = flag(
         "--pipeline-parallel-size",
         "Stages, each with some of the layers and ranks of its own, which are at work on different"
@@ -250,6 +258,7 @@ class EngineSettings:
         _require_choice("--shared-expert-stream", self.shared_expert_stream, SWITCH)
         _require_choice("--kv-cache-dtype", self.kv_cache_dtype, LATENT_DTYPES)
         _require_choice("--index-cache-dtype", self.index_cache_dtype, INDEX_DTYPES)
+        _require_choice("--wire-dtype", self.wire_dtype, WIRES)
         _require_choice("--weights-residency", self.weights_residency, tuple(Residency))
         _require_least("--tensor-parallel-size", self.tensor_parallel_size, 1)
         _require_least("--prefill-context-parallel-size", self.prefill_context_parallel_size, 1)

@@ -13,26 +13,34 @@ from metainfer.bench.comm_settings import CommLoad
 from metainfer.bench.plot_comm import draw_comm
 from metainfer.bench.record import WIDTH
 from metainfer.core.errors import UserError
+from metainfer.hardware.probe import probe
+from metainfer.plan import comm_record
 from tests.fakes.command import metainfer
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("comm")
-    ran = metainfer(
-        "bench", "comm", "--ranks", "2", "--max-bytes", "4096", "--rounds", "2", "--wires", "int8",
-        "--save-result", "--result-dir", str(folder), "--json",
-    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(comm_record, "default_cache", lambda: folder / "kept")
+        ran = metainfer(
+            "bench", "comm", "--ranks", "2", "--max-bytes", "4096", "--rounds", "2", "--wires",
+            "int8", "--save-result", "--result-dir", str(folder), "--json",
+        )  # fmt: skip
     assert ran.code == 0, ran.err
+    assert "from now on 2 ranks of a model here take the fastest of these ways" in ran.err
     found: dict[str, Any] = json.loads(ran.out)
-    assert json.loads(Path(folder / "bench-comm.json").read_text()) == found
+    found["kept"] = comm_record.read(probe(), 2, found["threads"], folder / "kept")
+    assert json.loads(Path(folder / "bench-comm.json").read_text()) == {
+        k: v for k, v in found.items() if k != "kept"
+    }
     return found
 
 
 def test_every_way_is_measured_at_every_size(made: dict[str, Any]) -> None:
     ways = {(p["operation"], p["name"], p["bytes"]) for p in made["points"]}
     names = {"one-shot", "two-shot", "ring", "one-shot in int8", "two-shot in int8", "gloo",
-             "gloo, summed here"}  # fmt: skip
+             "gloo, summed here", "gloo, summed here in int8"}  # fmt: skip
     assert ways == {
         (operation, name, size)
         for size in (1024, 4096)
@@ -40,6 +48,7 @@ def test_every_way_is_measured_at_every_size(made: dict[str, Any]) -> None:
             *(("all_reduce", name) for name in names),
             *((o, n) for o in ("all_gather", "reduce_scatter", "all_to_all")
               for n in ("shared memory", "gloo")),
+            ("reduce_scatter", "shared memory in int8"), ("reduce_scatter", "gloo in int8"),
         )
     }  # fmt: skip
     for point in made["points"]:
@@ -56,6 +65,17 @@ def test_the_record_is_a_table_and_says_which_way_is_taken(made: dict[str, Any])
     assert "all_reduce, travelling in int8; times in us" in text
     assert "all_reduce: not gloo: its sums depend on how the work is divided" in text
     assert "all_to_all, " in text
+
+
+def test_what_was_measured_is_kept_for_plans(made: dict[str, Any]) -> None:
+    kept = made["kept"]
+    assert isinstance(kept, comm_record.Compared)
+    assert kept.date == made["date"][:10]
+    assert len(kept.ways) == len(made["points"]) / 2  # sizes
+    ring = next(way.rival for way in kept.ways if way.rival.name == "ring")
+    points = [point for point in made["points"] if point["name"] == "ring"]
+    assert ring.bytes == (1024, 4096)
+    assert list(ring.seconds) == [max(point["seconds"]) for point in points]  # of two, the later
 
 
 def test_what_was_wrong_or_not_reached_is_told(made: dict[str, Any]) -> None:

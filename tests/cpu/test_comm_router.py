@@ -18,23 +18,16 @@ from metainfer.comm.contest import (
     measure_links,
     rounded_up,
 )
-from metainfer.comm.foretold import foretold
-from metainfer.comm.group import Group, sum_in_order
+from metainfer.comm.group import Group, GroupError, sum_in_order
 from metainfer.comm.host_memory import HostMemoryGroup, join_host_memory
-from metainfer.comm.router import (
-    DECODE,
-    PREFILL,
-    Rival,
-    RoutedGroup,
-    Router,
-    rivals_of,
-    route,
-    route_by_contest,
-)
+from metainfer.comm.router import RoutedGroup, join_routed, ways_of
 from metainfer.comm.virtual import run_ranks, virtual_groups
 from metainfer.comm.world import World
 from metainfer.core.errors import MetainferError
 from metainfer.hardware.curves import ALL_TO_ALL, COPY, LOAD, MEASURED_HERE, NCCL, RING, Curve
+from metainfer.plan.foretold import foretold
+from metainfer.plan.routes import DECODE, PREFILL, Rival, Router, route
+from tests.fakes.rank_bodies import numbers
 
 T = TypeVar("T")
 SIZES = (1024, 2**14, 2**18)
@@ -63,6 +56,9 @@ def test_a_contest_verifies_all_and_tells_all_ranks_the_same() -> None:
             "one-shot", "two-shot", "ring", "two islands", "one-shot in int8", "two-shot in int8",
             "one-shot in fp8", "two-shot in fp8",
         )
+    ]  # fmt: skip
+    assert [p.name for p in first if p.operation == "reduce_scatter"] == [
+        "shared memory", "shared memory in int8", "shared memory in fp8",
     ]  # fmt: skip
     assert not [point for point in first if point.wrong]
     assert all(len(point.seconds) == 2 and min(point.seconds) > 0 for point in first)
@@ -95,7 +91,9 @@ def test_a_way_that_brings_wrong_data_is_timed_no_more() -> None:
         ("lies", "1 of 512 numbers of rank 1 are wrong"), ("differs", "ranks have different bits"),
     ]  # fmt: skip
     assert [point.bytes for point in first if point.seconds] == list(SIZES)
-    lies, differs, works = rivals_of(first, "all_reduce")
+    told_ways = [(way.wire, way.rival.name) for way in ways_of(first)]
+    assert told_ways == [("plain", "lies"), ("int8", "differs"), ("plain", "works")]
+    lies, differs, works = (way.rival for way in ways_of(first))
     assert lies.why_not == "at 1.0 kB: 1 of 512 numbers of rank 1 are wrong"
     assert works.bytes == SIZES
     found = route("all_reduce", PREFILL, [lies, differs, works])
@@ -111,21 +109,115 @@ def test_nothing_is_begun_behind_the_end() -> None:
     assert run_ranks(virtual_groups(2), body) == [[], []]
 
 
-def test_all_ranks_route_alike_and_routed_sums_are_sums() -> None:
-    def body(group: HostMemoryGroup) -> tuple[list[str], torch.Tensor, torch.Tensor]:
-        ways = contenders_on_cpus(group, None)
-        router = route_by_contest(group, ways, (1024, 2**16), time.monotonic() + 30, samples=1)
-        routed = RoutedGroup(group, ways, router)
-        own = torch.full((6, 128), 0.1 + group.rank)
-        return router.explain(), routed.all_reduce(own.clone()), routed.all_gather(own)
+EVERY_WAY = (
+    "all_reduce: {} to 1024, then {}; all_gather: shared memory; reduce_scatter: shared memory;"
+    " all_to_all: shared memory"
+)
 
-    found = _with_shared_memory(3, body)
-    assert found[0][0] == found[1][0] == found[2][0]
-    assert len({line.split(",")[0] for line in found[0][0]}) == 8
-    parts = [torch.full((6, 128), 0.1 + rank) for rank in range(3)]
-    for _, total, gathered in found:
-        assert torch.equal(total, sum_in_order(parts))
-        assert torch.equal(gathered, torch.cat(parts))
+
+def _routed(size: int, router: Router, body: Callable[[RoutedGroup], T], wire: str) -> list[T]:
+    """`body` on every rank of groups that are joined as an engine's are."""
+    world = World(size, deadline_s=20.0, piece_bytes=2**16)
+    try:
+        return run_ranks(
+            virtual_groups(size),
+            lambda group: body(join_routed(world, group.rank, router, size, wire)),
+        )
+    finally:
+        world.close()
+
+
+@pytest.mark.parametrize("wire", ["plain", "int8", "fp8"])
+def test_sums_have_the_same_bits_by_every_way_in_pieces_and_whole(wire: str) -> None:
+    """Whichever way is chosen at whichever size; rows cut anywhere give what they give whole."""
+    ways = ["one-shot", "two-shot"]
+    if wire == "plain":
+        ways += ["ring", "gloo, summed here"]
+    parts = [numbers(rank, (37, 128), torch.bfloat16) for rank in range(3)]
+
+    def body(group: RoutedGroup) -> list[torch.Tensor]:
+        own = parts[group.rank]
+        cut = [group.all_reduce(some.clone(), PREFILL) for some in own.split((1, 3, 33))]
+        decoded = group.all_reduce(own.clone(), DECODE)
+        return [group.all_reduce(own.clone(), PREFILL), torch.cat(cut), decoded]
+
+    expected = run_ranks(
+        virtual_groups(3, wire=wire), lambda group: group.all_reduce(parts[group.rank], PREFILL)
+    )[0]
+    for way in ways:
+        for other in ("one-shot", "two-shot"):
+            router = Router.of_words(EVERY_WAY.format(way, other))
+            for whole, in_pieces, decoded in _routed(3, router, body, wire):
+                assert torch.equal(whole, expected)
+                assert torch.equal(in_pieces, expected)
+                assert torch.equal(decoded, sum_in_order(parts))
+
+
+@pytest.mark.parametrize("wire", ["plain", "fp8"])
+def test_other_operations_and_parts_of_a_routed_group(wire: str) -> None:
+    """Groups of as many ranks as the routes are for take them, too."""
+    words = (
+        "all_reduce: gloo, summed here; all_gather: gloo; reduce_scatter in decode: shared memory;"
+        " reduce_scatter in prefill: gloo; all_to_all: gloo to 512, then shared memory"
+    )
+    parts = [numbers(rank, (8, 128), torch.float32) for rank in range(4)]
+    world = World(4, deadline_s=20.0)
+
+    def body(group: Group) -> list[torch.Tensor]:
+        halves = group.part([0, 1] if group.rank < 2 else [2, 3])
+        own = parts[group.rank]
+        found = []
+        for one in (group, halves, group.part([group.rank])):
+            found += [
+                one.all_reduce(own.clone(), PREFILL),
+                one.all_gather(own),
+                one.reduce_scatter(own, PREFILL),
+                one.reduce_scatter(own),
+                one.all_to_all(own),
+            ]
+        return found
+
+    try:
+        router = Router.of_words(words)
+        found = run_ranks(
+            virtual_groups(4), lambda group: body(join_routed(world, group.rank, router, 2, wire))
+        )
+    finally:
+        world.close()
+    expected = run_ranks(virtual_groups(4, wire=wire), body)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_a_way_that_brings_wrong_data_is_not_begun_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lies(group: HostMemoryGroup, name: str, tensor: torch.Tensor, wire: str) -> torch.Tensor:
+        found = sums(group, name, tensor, wire)
+        return found + 1 if name == "ring" and group.rank == 1 else found
+
+    sums = HostMemoryGroup.all_reduce_by
+    monkeypatch.setattr(HostMemoryGroup, "all_reduce_by", lies)
+    router = Router.of_words(EVERY_WAY.format("one-shot", "ring"))
+    with pytest.raises(
+        GroupError, match=r"all_reduce by ring brings wrong data at 1\.0 MB: \d+ of"
+    ):
+        _routed(2, router, lambda group: None, "plain")
+    with pytest.raises(GroupError, match="there is no two islands for all_reduce here"):
+        _routed(2, Router.of_words(EVERY_WAY.format("one-shot", "two islands")), id, "plain")
+
+
+def test_words_give_the_routes_that_gave_them() -> None:
+    words = (
+        "all_reduce in decode: one-shot to 65536, then gloo, summed here; all_reduce in prefill:"
+        " ring; all_gather: shared memory"
+    )
+    router = Router.of_words(words)
+    assert router.words() == words
+    assert router.choose("all_reduce", 65537, DECODE) == "gloo, summed here"
+    assert router.choose("all_gather", 1, PREFILL) == "shared memory"
+    for wrong in ("", "all_reduce", "all_reduce in sleep: ring", "all_reduce: ring to 10",
+                  "all_reduce: ring, then ring to 10"):  # fmt: skip
+        with pytest.raises(MetainferError, match="does not say which way"):
+            Router.of_words(wrong)
 
 
 def test_steps_go_by_bytes_and_change_only_for_a_gain() -> None:
@@ -145,7 +237,6 @@ def test_steps_go_by_bytes_and_change_only_for_a_gain() -> None:
     assert "not copies: cannot be taken in decode" in text
     assert "not library: its sums depend on how the work is divided" in text
     assert route("all_reduce", PREFILL, rivals).choose(1) == "copies"
-    assert route("all_reduce", DECODE, rivals, any_order=True).choose(1) == "library"
 
 
 def test_no_way_left_is_told_with_all_reasons() -> None:

@@ -17,6 +17,7 @@ from metainfer.comm.host_memory import HostMemoryGroup, join_host_memory
 from metainfer.comm.library import LibraryGroup, join_library
 from metainfer.comm.processes import Report
 from metainfer.comm.world import World
+from metainfer.plan.routes import PREFILL
 
 
 def numbers(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -56,7 +57,7 @@ def all_operations(world: World, rank: int, report: Report, kind: str) -> list[A
 def large_sums(world: World, rank: int, report: Report, wire: str) -> torch.Tensor:
     """Over gloo, of more bytes than are gathered whole, and of rows that cannot be divided."""
     group = join_library(world, rank, "gloo", wire=wire)
-    found = group.all_reduce(numbers(rank, (701, 128), torch.bfloat16))
+    found = group.all_reduce(numbers(rank, (701, 128), torch.bfloat16), PREFILL)
     group.close()
     return found
 

@@ -1,0 +1,88 @@
+"""Ways: how the ranks of a stage do each collective, as the plan says it.
+
+By what `bench comm` measured of so many ranks here; where nothing was measured, by bytes alone.
+"""
+
+from __future__ import annotations
+
+from metainfer.core.errors import MetainferError
+from metainfer.core.units import format_bytes, format_seconds
+from metainfer.hardware.machine import Machine
+from metainfer.plan.comm_record import Compared, read
+from metainfer.plan.plan import Origin, Value
+from metainfer.plan.ranks import HOST_MEMORY, NONE
+from metainfer.plan.routes import OPERATIONS, PHASES, PREFILL, Route, Router, Step, route
+from metainfer.plan.wires import PLAIN
+
+ONE_SHOT, TWO_SHOT, SHARED = "one-shot", "two-shot", "shared memory"
+ONE_SHOT_UP_TO_BYTES = 64 * 1024
+NAMED_NCCL = "NCCL"
+SUMS = ("all_reduce", "reduce_scatter")
+"""What travels in a wire."""
+
+
+def by_bytes(operation: str) -> tuple[Step, ...]:
+    """Of ranks that reach each other's memory, where nothing was measured: few bytes in one round,
+    many in two, in which fewer travel."""
+    if operation == "all_reduce":
+        return Step(ONE_SHOT_UP_TO_BYTES, ONE_SHOT), Step(None, TWO_SHOT)
+    return (Step(None, SHARED),)
+
+
+def way_by_bytes(operation: str, size: int) -> str:
+    return Route(operation, PREFILL, by_bytes(operation)).choose(size)
+
+
+def collective_ways(
+    machine: Machine, carried: str, ranks: int, threads: int, wire: str
+) -> Value[str]:
+    """As `Router.of_words` reads it; NONE where there is nobody to talk to.
+
+    Args:
+        carried: what carries collectives, one of `plan.ranks`.
+        ranks: of a stage.
+        threads: of each rank.
+        wire: in which form sums of prefill travel.
+    """
+    if ranks == 1:
+        return Value(NONE, Origin.DEFAULT, "no rank shares layers with another")
+    if carried != HOST_MEMORY:
+        routes = [Route(one, phase, (Step(None, NAMED_NCCL),))
+                  for one in OPERATIONS for phase in PHASES]  # fmt: skip
+        return Value(Router(routes).words(), Origin.DEFAULT, "NCCL chooses by itself")
+    found = read(machine, ranks, threads)
+    if isinstance(found, str):
+        routes = [Route(one, phase, by_bytes(one)) for one in OPERATIONS for phase in PHASES]
+        reason = f"by bytes alone, since {found}"
+        return Value(Router(routes).words(), Origin.DEFAULT, reason)
+    return _measured(found, wire)
+
+
+def _measured(found: Compared, wire: str) -> Value[str]:
+    routes, missing = [], []
+    for operation in OPERATIONS:
+        for phase in PHASES:
+            form = wire if phase == PREFILL and operation in SUMS else PLAIN
+            rivals = [way.rival for way in found.ways
+                      if (way.operation, way.wire) == (operation, form)]  # fmt: skip
+            try:
+                routes.append(route(operation, phase, rivals))
+            except MetainferError:
+                routes.append(Route(operation, phase, by_bytes(operation)))
+                missing.append(operation if form == PLAIN else f"{operation} in {form}")
+    told = "; ".join(dict.fromkeys(_times(route) for route in routes if _times(route)))
+    reason = f"bench comm on {found.date}: {told}"
+    if missing:
+        reason += f"; by bytes alone: {', '.join(dict.fromkeys(missing))}, which it left out"
+    return Value(Router(routes).words(), Origin.MEASURED, reason)
+
+
+def _times(route: Route) -> str:
+    """The largest size of each way, against the next best."""
+    told = []
+    for step in route.steps:
+        if step.seconds:
+            size = "" if step.up_to is None else f" at {format_bytes(step.up_to)}"
+            rival = f" ({step.second} {format_seconds(step.second_s)})" if step.second else ""
+            told.append(f"{step.name} {format_seconds(step.seconds)}{size}{rival}")
+    return f"{route.operation} " + ", ".join(told) if told else ""
