@@ -72,7 +72,7 @@ def l20() -> Machine:
         Source("", "TensorRT-LLM, lowprecision-pcie-allreduce.md: L20 in two NUMA nodes of four"),
         Source("gpus.link, gpus.parent, bridges", "TensorRT-LLM, lowprecision-pcie-allreduce.md",
                "Gen4 x16; each card at a root port, four a processor"),
-    ], "; inferred: L20 on such boards have the same links")  # fmt: skip
+    ], "; inferred of another machine: L20 on such boards have the same links")  # fmt: skip
 
 
 def a100() -> Machine:
@@ -89,7 +89,8 @@ def a100() -> Machine:
     curves += [
         at_rate(COPY, (0, 1), 26, "measured one way over Gen4 x16 on L40S, RTX 4090 and A100 alike (FlashInfer pull"
                 " 4870, SGLang pull 39605)"),
-        at_rate(COPY, (0, 4), 9.7, f"{COPIES}, L40S, all crossing sockets at once; inferred: the same links", True),
+        at_rate(COPY, (0, 4), 9.7, f"{COPIES}, L40S, all crossing sockets at once;"
+                " inferred of another machine: the same links", True),
     ]  # fmt: skip
     return machine(
         Build(card_named("A100 80GB PCIe"), "NVIDIA A100 80GB PCIe", GEN4).direct(4, 0).direct(4, 1),
@@ -112,8 +113,8 @@ def rtx_4090() -> Machine:
         table(NCCL, FOUR, {8 * KIB: 39 * steps / 2, big: bus(1.9, 4, big), 256 * MIB: bus(1.9, 4, 256 * MIB)},
               f"inferred from {NO_P2P}: through host memory 39 us for 2 steps, so thrice that for 6, and 1.9 GB/s on"
               " the bus; no table of 4 RTX 4090 is published"),
-        at_rate(TO_HOST, (0,), 26, f"{NO_P2P}; inferred: the same links"),
-        at_rate(FROM_HOST, (0,), 26, f"{NO_P2P}; inferred: the same links"),
+        at_rate(TO_HOST, (0,), 26, f"{NO_P2P}; inferred of another machine: the same links"),
+        at_rate(FROM_HOST, (0,), 26, f"{NO_P2P}; inferred of another machine: the same links"),
     ]  # fmt: skip
     return machine(
         Build(card_named("RTX 4090"), "NVIDIA GeForce RTX 4090", GEN4).direct(4),

@@ -170,14 +170,16 @@ def d6000_x8() -> Machine:
     sglang = "github.com/sgl-project/sglang, pull 32479, 8 RTX 6000D"
     curves = [
         table(NCCL, EIGHT, {4 * KIB: 45, 64 * KIB: 344, 512 * MIB: bus(24.7, 8, 512 * MIB)},
-              f"{sglang}: 45 us at 4 KiB, 344 at 64; inferred: 24.7 GB/s on the bus at 512 MiB as {AIC} have it for"
-              " 8 RTX PRO 6000"),
-        *[table(NCCL, range(n), aic(n, PRO_AIC[n]), f"{AIC}, {n} of 8 RTX PRO 6000 Server Edition; inferred: the same"
-                " links") for n in (2, 4)],
+              f"{sglang}: 45 us at 4 KiB, 344 at 64; inferred of another machine: 24.7 GB/s on the bus at 512 MiB"
+              f" as {AIC} have it for 8 RTX PRO 6000"),
+        *[table(NCCL, range(n), aic(n, PRO_AIC[n]), f"{AIC}, {n} of 8 RTX PRO 6000 Server Edition;"
+                " inferred of another machine: the same links") for n in (2, 4)],
         *[Curve(c.means, c.operation, c.gpus, c.at_once, c.bytes, c.seconds, False,
-                f"{c.source}; of RTX PRO 6000, inferred: the same links") for c in PRO_PAIR],
-        at_rate(COPY, (0, 4), 50.5, f"{FABRIC}, RTX PRO 6000 across sockets; inferred: the same links"),
-        at_rate(COPY, EIGHT, 49.6, f"{COPIES}, 8 sm_120 cards in a ring; inferred: the same links", True, "ring"),
+                f"{c.source}; of RTX PRO 6000, inferred of another machine: the same links") for c in PRO_PAIR],
+        at_rate(COPY, (0, 4), 50.5, f"{FABRIC}, RTX PRO 6000 across sockets;"
+                " inferred of another machine: the same links"),
+        at_rate(COPY, EIGHT, 49.6, f"{COPIES}, 8 sm_120 cards in a ring;"
+                " inferred of another machine: the same links", True, "ring"),
     ]  # fmt: skip
     return machine(
         Build(card_named("RTX 6000D"), "NVIDIA RTX 6000D", GEN5).direct(4, 0).direct(4, 1),

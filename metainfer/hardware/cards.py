@@ -34,7 +34,7 @@ class Card:
         memory_bytes: as the driver tells it.
         memory_bytes_per_s: nominal.
         operations_per_s: nominal of dense products, a multiplication and an addition counted two,
-            by format of the operands: "bfloat16", "fp8", "fp4".
+            by format of the operands: "bf16", "fp8", "fp4".
         rates: reached on such cards, or inferred where the source of the rate says so.
         power_w: limit that it comes with.
         pcie_generation: most that it does, over 16 lanes.

@@ -18,6 +18,8 @@ one half of the roots to some of the other half, two each; a copy that the targe
 
 MEASURED_HERE = "measured here"
 """How the source of what was measured on the machine itself begins."""
+OF_ANOTHER = "inferred of another machine"
+"""In the source of what was published of a machine with other cards or another board."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from metainfer.arch.shape_of import read_shape
-from metainfer.hardware.curves import FROM_HOST, MEASURED_HERE, STAGED, Curve
+from metainfer.hardware.curves import FROM_HOST, MEASURED_HERE, STAGED, TO_HOST, Curve
 from metainfer.hardware.facts import Unknown
 from metainfer.hardware.known import machine_of
 from metainfer.hardware.machine import Machine
@@ -62,11 +62,34 @@ def test_the_link_of_one_card_to_the_host_counts_as_it_was_measured() -> None:
             Curve(FROM_HOST, "copy", (0,), both, (2**28,), (2**28 / rate,), True, MEASURED_HERE)
             for both, rate in rates
         )
-        return Links(replace(machine_of("h200-x1"), curves=curves), CONSTANTS).host
+        return Links(replace(machine_of("h200-x1"), curves=curves), CONSTANTS).from_host
 
     assert host((False, 12e9)) == pytest.approx(12e9)
     assert host((True, 8e9), (False, 12e9)) == pytest.approx(12e9)  # both ways at once is less
     assert host() > 50e9
+
+
+def test_reads_of_host_memory_go_one_way_and_exchanges_both() -> None:
+    """A host that takes slowly gives rows of tables as fast as it gives."""
+    every = (0, 1, 2, 3)
+
+    def links(**rates: float) -> Links:
+        curves = (
+            Curve(means, "copy", every, True, (2**28,), (2**28 / rates[key],), True, MEASURED_HERE)
+            for means, key in ((FROM_HOST, "gives"), (TO_HOST, "takes"))
+            if key in rates
+        )
+        return Links(without_peers(*curves), CONSTANTS)
+
+    both = CONSTANTS.transfer("staged")
+    found = links(gives=20e9, takes=5e9)
+    assert found.from_host == pytest.approx(20e9)
+    assert found.staged == pytest.approx(both * 5e9)
+    # Of what was not looked at, as the other way is.
+    assert links(takes=5e9).from_host == pytest.approx(5e9)
+    assert links(gives=20e9).staged == pytest.approx(both * 20e9)
+    by_tree = links()
+    assert by_tree.staged == pytest.approx(both * by_tree.from_host)
 
 
 def test_a_smaller_group_says_nothing_of_a_larger_one() -> None:

@@ -57,6 +57,7 @@ def test_recorded_machines_are_possible(name: str):
         (measured(curve(FROM_HOST, "copy", (64 * MIB, 5e-4), gpus=(0,))), "134.2 GB/s"),
         (measured(curve(NCCL, "all_reduce", (64 * MIB, 1.2e-3), gpus=tuple(range(8)))), "97.9"),
         (replace(BOX, rates=(Rate("product fp8", 8192, 2e15, "measured here"),)), "nominal 935"),
+        (replace(BOX, rates=(Rate("product bf16", 8192, 2e15, "measured here"),)), "nominal 467"),
         (replace(BOX, rates=(Rate("copy", 0, 4e12, "measured here"),)), "4.0 TB/s"),
         (replace(BOX, rates=(Rate("experts fp4", 8192, 3e15, "measured here"),)), "1,871"),
     ],

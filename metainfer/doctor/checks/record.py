@@ -35,8 +35,6 @@ _TIMES_SENT = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}
 _SENDS_ONCE = ("copy", "ring", "pull")
 _COPIES = "copy"
 """The kind of work of a rate that counts bytes."""
-_KNOWN_FORMS = {"bf16": "bfloat16"}
-
 _AGAIN = (
     "probe the machine again (`metainfer probe --out machine.json`, curves with --measure --fresh);"
     " if the value stays, mend the record by hand or put"
@@ -215,12 +213,11 @@ def _of_rates(machine: Machine) -> Iterator[Odd]:
     for rate in machine.rates:
         kind, _, form = rate.work.removeprefix("plain ").partition(" ")
         form = form.partition(" in ")[2] or form
-        form = _KNOWN_FORMS.get(form, form)
         if kind == _COPIES:
             most, unit = max(card.memory_bytes_per_s for card in cards), "TB/s"
         else:
             # Numbers of four bits may multiply rows of any format that the card has.
-            forms = (form,) if form in ("bfloat16", "fp8") else tuple(cards[0].operations_per_s)
+            forms = (form,) if form in ("bf16", "fp8") else tuple(cards[0].operations_per_s)
             most = max(
                 (card.operations_per_s.get(one, 0.0) for card in cards for one in forms),
                 default=0.0,

@@ -12,7 +12,8 @@ from metainfer.core.errors import UserError
 
 _FILE = Path(__file__).parent / "constants.json"
 
-MEASURED, PUBLISHED, INFERRED = "measured", "published", "inferred"
+MEASURED, PUBLISHED, INFERRED, DOUBTFUL = "measured", "published", "inferred", "doubtful"
+"""What an input rests on. Doubtful: inferred of one machine alone, others of its kind differ."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ it separates.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
@@ -101,18 +102,32 @@ class Links:
         return self._cache[key]
 
     @cached_property
-    def host(self) -> float:
-        """Bytes a second, one way, between host memory and each GPU, all at once: the slower way
-        where all of several were recorded at once, and what one alone gets where there is one."""
+    def from_host(self) -> float:
+        """Bytes a second that each GPU reads of host memory, all at once, while none writes."""
+        return self._host(FROM_HOST) or self._host(TO_HOST) or self._tree_to_host()
+
+    @cached_property
+    def staged(self) -> float:
+        """Bytes a second of each way between host memory and each GPU, all at once and both ways
+        at once, as exchanges through it go; the slower way is what they wait for."""
+        ways = [rate for rate in map(self._host, (TO_HOST, FROM_HOST)) if rate]
+        slower = min(ways) if ways else self._tree_to_host()
+        return slower * self._constants.transfer("staged")
+
+    def _host(self, means: str) -> float:
+        """As recorded of this way alone, where several GPUs are of all at once; 0 where it was
+        not. Of one GPU `at_once` is both ways, which is what `staged` counts with itself."""
         recorded = [
             curve.bytes[-1] / curve.seconds[-1]
             for curve in trusted(self._machine.curves)
-            if curve.means in (TO_HOST, FROM_HOST)
+            if curve.means == means
             and curve.at_once == (len(self._gpus) > 1)
             and len(curve.gpus) == len(self._gpus)
         ]
-        if recorded:
-            return min(recorded)
+        return min(recorded, default=0.0)
+
+    def _tree_to_host(self) -> float:
+        """By links of the tree, which are as wide down as up."""
         hops: Counter[Hop] = Counter()
         for place in range(len(self._gpus)):
             hops[f"gpu {place}", True] += 1
@@ -134,7 +149,7 @@ class Links:
         rates = [
             self._rate(owner) / used[owner, up] for hops in flows for owner, up in hops
         ]  # fmt: skip
-        return min(rates) if rates else 1e12
+        return min(rates, default=math.inf)  # a group of one sends nothing over any link
 
     def _rate(self, owner: str) -> float:
         if owner.startswith(_SOCKETS):

@@ -8,21 +8,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from metainfer.hardware.cards import card_of_gpu
-from metainfer.hardware.curves import MEASURED_HERE, Rate
+from metainfer.hardware.cards import Card, card_of_gpu
+from metainfer.hardware.curves import MEASURED_HERE, OF_ANOTHER, Rate
 from metainfer.hardware.facts import NOT_ASKED, Unknown
-from metainfer.hardware.machine import Gpu, Machine, gpus_of
+from metainfer.hardware.machine import Gpu, Machine, Power, gpus_of
 from metainfer.plan.cost.constants import INFERRED, MEASURED, PUBLISHED, Constants, Profile
 from metainfer.plan.cost.parts import COPY, Part
 
 _LARGE = 512
-"""Rows from which on a call is large."""
+"""Rows from which on a call is large: products reach 0.84 of their rate there (`product_rows`)."""
 
 _DOUBT = 1.5
-"""By how much a single published figure may lie below what the architecture reaches elsewhere."""
+"""By how much a single published figure may lie below what the architecture reaches elsewhere
+before it is doubted. A judgement: best and median shapes of one table are apart by 1.15 to 1.35.
+The only figure that it meets is that of the RTX 6000D, 143 of 388 TFLOP/s in bf16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +47,20 @@ class Found:
 @dataclass(frozen=True, slots=True)
 class Nominal:
     """Of a card: bytes a second of its memory, dense operations a second by format, and what was
-    reached on such cards."""
+    reached on such cards; `left` of their products by its limits of power and clock, for `why`."""
 
     bytes_per_s: float
     flops_per_s: Mapping[str, float]
     source: str
     rates: tuple[Rate, ...] = ()
+    left: float = 1.0
+    why: str = ""
+
+    def limited(self, rate: Rate) -> Rate:
+        """A rate of such cards at their full power, as this one has it."""
+        if self.left == 1.0 or rate.work == COPY or origin_of(rate.source) == MEASURED:
+            return rate
+        return replace(rate, per_s=rate.per_s * self.left, source=f"{rate.source}{self.why}")
 
     def products(self, form: str) -> float:
         """Of the next wider format where there are none of `form`."""
@@ -58,10 +68,11 @@ class Nominal:
 
 
 def origin_of(source: str) -> str:
-    """Of a curve or rate as its record says."""
+    """Of a curve or rate as its record says; what was published of another machine is inferred."""
     if source.startswith(MEASURED_HERE):
         return MEASURED
-    return INFERRED if source.startswith("inferred") else PUBLISHED
+    inferred = source.startswith("inferred") or OF_ANOTHER in source
+    return INFERRED if inferred else PUBLISHED
 
 
 def architecture(gpu: Gpu, constants: Constants) -> str:
@@ -98,7 +109,7 @@ class Rates:
         self._efficiency = constants.efficiency[self.arch]
         own = {rate.work for rate in machine.rates}
         others = [rate for rate in self._nominal.rates if rate.work not in own]
-        self._recorded = (*machine.rates, *others)
+        self._recorded = tuple(map(self._nominal.limited, (*machine.rates, *others)))
         self._memory = self.memory()
         self._runs = {
             work: instead.work
@@ -186,7 +197,7 @@ class Rates:
             products = "bf16"
         nominal = self._nominal.flops_per_s[products]
         if work == "product bf16":
-            share = max(self._efficiency["product"], 0.7)  # libraries do these well everywhere
+            share = max(self._efficiency["product"], self._constants.kernel("library_product"))
         else:
             share = self._efficiency[kind]
         why = f"{share:.0%} of {nominal / 1e12:.0f} TFLOP/s {products} ({self._nominal.source})"
@@ -226,8 +237,10 @@ def nominal_of(gpu: Gpu, constants: Constants) -> Nominal | Unknown:
     """As its card is listed, else from multiprocessors, clock and bandwidth as recorded."""
     card = card_of_gpu(gpu)
     if card is not None:
-        flops = {_SHORT.get(form, form): rate for form, rate in card.operations_per_s.items()}
-        return Nominal(card.memory_bytes_per_s, flops, f"nominal, {card.name}", card.rates)
+        left, why = _left_of(gpu, card, constants)
+        flops = {form: rate * left for form, rate in card.operations_per_s.items()}
+        source = f"nominal, {card.name}{why}"
+        return Nominal(card.memory_bytes_per_s, flops, source, card.rates, left, why)
     missing = [
         what
         for what, fact in (
@@ -244,9 +257,34 @@ def nominal_of(gpu: Gpu, constants: Constants) -> Nominal | Unknown:
     assert not isinstance(gpu.multiprocessors, Unknown)
     assert not isinstance(gpu.clocks, Unknown) and not isinstance(gpu.clocks.most_sm_mhz, Unknown)
     clock = gpu.multiprocessors * gpu.clocks.most_sm_mhz * 1e6
+    left, why = 1.0, ""
+    if isinstance(gpu.power, Power) and not isinstance(gpu.power.default_limit_w, Unknown):
+        left, why = _by_power(gpu.power, gpu.power.default_limit_w, constants)
     peak = constants.peak[architecture(gpu, constants)]
-    flops = {form: rate * clock for form, rate in peak.items()}
-    return Nominal(gpu.memory_bytes_per_s, flops, "multiprocessors and clock")
+    flops = {form: rate * clock * left for form, rate in peak.items()}
+    return Nominal(gpu.memory_bytes_per_s, flops, f"multiprocessors and clock{why}")
 
 
-_SHORT = {"bfloat16": "bf16"}
+def _left_of(gpu: Gpu, card: Card, constants: Constants) -> tuple[float, str]:
+    """Share of a card's products that the power limit and the highest clock of this one leave, and
+    a few words on it. Its memory has a clock of its own. A limit above the card's, as some boards
+    have, adds nothing: nobody measured what."""
+    held = [(1.0, "")]
+    if isinstance(gpu.power, Power):
+        held.append(_by_power(gpu.power, card.power_w, constants))
+    if not isinstance(gpu.clocks, Unknown) and not isinstance(gpu.clocks.most_sm_mhz, Unknown):
+        peak = constants.peak[architecture(gpu, constants)]["bf16"]
+        # At which it makes its nominal products; cards that are held to half of the silicon's, as
+        # consumer cards, seem to have half of the clock and so lose nothing here.
+        nominal_mhz = card.operations_per_s["bf16"] / (card.multiprocessors * peak) / 1e6
+        most = gpu.clocks.most_sm_mhz
+        held.append((most / nominal_mhz, f", at {most:,} of {nominal_mhz:,.0f} MHz"))
+    return min(held)
+
+
+def _by_power(power: Power, whole_w: float, constants: Constants) -> tuple[float, str]:
+    limit = power.limit_w
+    if isinstance(limit, Unknown) or limit >= whole_w:
+        return 1.0, ""
+    left = (limit / whole_w) ** constants.kernel("power_exponent")
+    return left, f", at {limit:.0f} of {whole_w:.0f} W"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from metainfer.hardware.cards import card_of_gpu
 from metainfer.hardware.curves import COPY, LOAD, NCCL, RING, STAGED, STORE, Curve, trusted
 from metainfer.hardware.machine import Machine, gpus_of
-from metainfer.plan.cost.constants import INFERRED, MEASURED, Constants, Profile
+from metainfer.plan.cost.constants import DOUBTFUL, INFERRED, MEASURED, Constants, Profile
 from metainfer.plan.cost.curves_of import largest_rate
 from metainfer.plan.cost.links import Links
 from metainfer.plan.cost.rates import architecture, origin_of
@@ -29,7 +29,7 @@ class Exchange:
     """Attributes:
     seconds: of one exchange.
     means: such as "ring of copies", "NCCL".
-    origin: "measured", "published" or "inferred".
+    origin: "measured", "published", "inferred" or "doubtful".
     why: what it follows from.
     """
 
@@ -75,7 +75,7 @@ class Transfers:
 
     def from_host(self) -> float:
         """Bytes a second that each GPU reads of host memory, all at once."""
-        return self._links.host * self._constants.transfer("staged")
+        return self._links.from_host
 
     def send(self, size: float, ranks: int, groups: int) -> Exchange:
         """From each stage of a pipeline to the next, all at once, as if over one link.
@@ -97,7 +97,7 @@ class Transfers:
         passed = self._passed_through_host(size, ranks)
         if passed is not None:
             return passed
-        rate = self._links.host * transfer("staged") / 2
+        rate = self._links.staged / 2  # out, then in
         seconds = size / rate + transfer("handed_staged_us") * 1e-6
         return Exchange(seconds, "host memory", INFERRED, _rate(rate))
 
@@ -153,10 +153,12 @@ class Transfers:
         if payload <= last or last >= _LARGE or curve.means != NCCL:
             return curve.seconds_of(payload)
         _, share = _steps(curve.operation, ranks)
-        bus = self._links.ring(ranks, 1) * self._default_share(ranks, 1)
-        grown = max(curve.seconds[-1] - curve.seconds[0], 0.1 * curve.seconds[-1])
-        shown = share * (last - curve.bytes[0]) / grown
-        return curve.seconds[-1] + share * (payload - last) / max(bus, shown)
+        link = self._links.ring(ranks, 1)
+        bus = link * self._default_share(ranks, 1)[0]
+        grown = curve.seconds[-1] - curve.seconds[0]
+        # Where starts hide all bytes the curve shows no rate, and links alone bound it.
+        shown = share * (last - curve.bytes[0]) / grown if grown > 0 else link
+        return curve.seconds[-1] + share * (payload - last) / min(link, max(bus, shown))
 
     def _crowding(self, size: float, ranks: int, groups: int) -> float:
         """By how much links that groups share slow large exchanges; curves are of one group."""
@@ -176,27 +178,30 @@ class Transfers:
         steps, share = _steps(operation, ranks)
         link = self._links.ring(ranks, groups)
         latency = (transfer("nccl_base_us") + transfer("nccl_step_us") * steps) * 1e-6
+        origin = INFERRED
         if not peers:
             bus, latency = transfer("nccl_host_bytes_per_s"), transfer("nccl_host_us") * 1e-6
         elif tuned:
             bus = link * transfer("nccl_tuned")
         else:
-            bus = link * self._default_share(ranks, groups)
+            reached, origin = self._default_share(ranks, groups)
+            bus = link * reached
         name = "NCCL, tuned" if tuned else NCCL
-        computed = Exchange(latency + share * size / bus, name, INFERRED, _rate(bus))
+        computed = Exchange(latency + share * size / bus, name, origin, _rate(bus))
         # Tuning is never worse than the defaults, which can be kept.
         return min((computed, *recorded[:1]), key=lambda exchange: exchange.seconds)
 
-    def _default_share(self, ranks: int, groups: int) -> float:
-        """NCCL takes peer access across switches alone, and on hosts of AMD."""
+    def _default_share(self, ranks: int, groups: int) -> tuple[float, str]:
+        """Of a link, and what that rests on. NCCL takes peer access across switches alone, and on
+        hosts of AMD; what it reaches elsewhere one box told, for islands and for each of them."""
         transfer = self._constants.transfer
         if ranks == 2:
-            return transfer("nccl_default_pair")
+            return transfer("nccl_default_pair"), INFERRED
         group = self._links.groups(ranks, groups)[0]
         if self._links.switched(group) or self._links.amd_host:
-            return transfer("nccl_default")
+            return transfer("nccl_default"), INFERRED
         across = self._links.crosses_sockets(group)
-        return transfer("nccl_islands" if across else "nccl_island")
+        return transfer("nccl_islands" if across else "nccl_island"), DOUBTFUL
 
     def _one_shot(self, operation: str, size: float, ranks: int, groups: int) -> Exchange:
         """Every rank gives all it has to all others."""
@@ -246,7 +251,7 @@ class Transfers:
         passed = self._passed_through_host(share * size, ranks)
         if passed is not None:
             return passed
-        link = self._links.host * transfer("staged")
+        link = self._links.staged
         busy = share * size / link
         crossing = (1.0 + 2.0 * share) * size * len(self._gpus)
         dram = crossing / self._links.dram()
