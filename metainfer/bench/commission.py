@@ -175,11 +175,18 @@ def model_key(directory: Path, name: str) -> str:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """Raises UserError naming the file: it is not one of ours, or was changed."""
+    """Raises UserError naming the file: it is not one of ours, was changed, or lacks something."""
     try:
-        return read_signed(path.read_bytes(), KIND, RECORD_VERSION)
+        record = read_signed(path.read_bytes(), KIND, RECORD_VERSION)
     except UserError as error:
         raise UserError(f"{path}: {error.message}", error.hint) from error
+    try:
+        for told in record["steps"]:
+            Outcome.read(told)
+        str.join("", (record["date"], record["commit"], record["asked"]["model"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path}: the record is not as {KIND} writes it ({error})") from error
+    return record
 
 
 def exit_code(record: Mapping[str, Any]) -> int:

@@ -11,6 +11,7 @@ from metainfer.bench import stages_report
 from metainfer.bench.commission import State
 from metainfer.bench.ops_report import short_case
 from metainfer.bench.record import prose, table
+from metainfer.core.errors import UserError
 from metainfer.core.units import format_bytes, format_seconds
 from metainfer.hardware.machine import Machine, Unknown
 from metainfer.hardware.measured import sentences
@@ -23,7 +24,7 @@ _MOST_TOLD = 8  # of what is wrong, one by one
 def report(record: _Record) -> str:
     """Steps, how each ended and why, and below them what each found."""
     steps = record["steps"]
-    rows = [[one["name"], one["state"], format_seconds(one["seconds"])] for one in steps]
+    rows = [[one["name"], one["state"], _took(one)] for one in steps]
     lines = [
         prose(f"{record['asked']['model']}, {record['date']}, commit {record['commit'][:12]}"),
         "",
@@ -32,13 +33,18 @@ def report(record: _Record) -> str:
     ]
     for one in steps:
         lines += _told(one)
-    return "\n".join([*lines, f"sha256 {record['sha256']}"])
+    text = "\n".join([*lines, f"sha256 {record['sha256']}"])
+    # A stranger's record may hold what a terminal obeys.
+    return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
+
+
+def _took(step: _Record) -> str:
+    return "" if step["state"] == State.LEFT_OUT else format_seconds(step["seconds"])
 
 
 def _told(step: _Record) -> Iterator[str]:
     """What is to be said of a step, and a blank line; nothing where there is nothing."""
-    tell = _TELLERS.get(step["name"])
-    found = list(tell(step["record"])) if tell is not None and step["record"] else []
+    found = _found(step)
     first, *more = step["why"].splitlines() or [""]
     if not first and not found:
         return
@@ -49,6 +55,17 @@ def _told(step: _Record) -> Iterator[str]:
     yield from (f"    {line}" for line in more)
     yield from found
     yield ""
+
+
+def _found(step: _Record) -> list[str]:
+    """What its record says; a signature is no proof that it says it as it should."""
+    tell = _TELLERS.get(step["name"])
+    if tell is None or step["record"] is None:
+        return []
+    try:
+        return list(tell(step["record"]))
+    except (KeyError, TypeError, ValueError, AttributeError, UserError) as error:
+        return [prose(f"its record cannot be read: {error!r:.200}", "  ")]
 
 
 def _machine(record: _Record) -> Iterator[str]:

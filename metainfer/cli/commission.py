@@ -101,6 +101,7 @@ def commission(
     interrupts it, once the record says so.
     """
     from metainfer.bench.commission import State
+    from metainfer.bench.record import prose
 
     _check_names(options.again, steps)
     asked, ledger = _begun(terminal, options)
@@ -111,27 +112,36 @@ def commission(
     )
     began_s = time.monotonic()
     record = ledger.record(names)
+    before = {step.name: _before(step, options, asked, ledger) for step in steps}
     for number, step in enumerate(steps, 1):
         terminal.heading(f"\n{number} of {len(steps)}  {step.name}: {step.title}")
-        before = None if step.name in options.again else ledger.ended(step.name)
-        if before is not None and (before.record is None or (asked.directory / step.file).exists()):
-            terminal.say(f"{before.state} before, on {before.date}{_again(step, before)}")
+        ended = before[step.name]
+        if ended is not None:
+            terminal.say(f"{ended.state} before, on {ended.date}{_again(ended)}")
             continue
-        weight = step.weight / sum(one.weight for one in steps[number - 1 :])
-        left_s = max(0.0, options.budget_s - (time.monotonic() - began_s))
+        left_s = options.budget_s - (time.monotonic() - began_s)
+        to_do = [one.weight for one in steps[number - 1 :] if before[one.name] is None]
         begun = _Begun(step, asked)
         try:
-            outcome = begun.done(terminal, max(left_s * weight, _LEAST_SHARE_S))
+            outcome = begun.done(terminal, max(left_s * step.weight / sum(to_do), _LEAST_SHARE_S))
         except (KeyboardInterrupt, SystemExit):
             if ledger.ended(step.name) is None:
                 ledger.keep(begun.outcome(State.INTERRUPTED, ""), names)
             terminal.say(f"interrupted; what was found before is in {ledger.path}")
             raise
         record = ledger.keep(outcome, names)
-        terminal.say(_sentence(outcome) + _again(step, outcome))
+        terminal.say(_sentence(outcome))
     terminal.say(f"\nrecord: {ledger.path}, to keep and to send back")
-    terminal.say(f"it leaves out {record['left_out']}\n")
+    terminal.say(prose(f"left out of it: {record['left_out']}") + "\n")
     return record
+
+
+def _before(step: Step, options: CommissionOptions, asked: Asked, ledger: Ledger) -> Outcome | None:
+    """How a step has ended that is not to be done again. Others read its file."""
+    found = None if step.name in options.again else ledger.ended(step.name)
+    if found is None or found.record is None or (asked.directory / step.file).exists():
+        return found
+    return None
 
 
 def _begun(terminal: Terminal, options: CommissionOptions) -> tuple[Asked, Ledger]:
@@ -249,15 +259,23 @@ def _states() -> Mapping[int, State]:
 
 
 def _sentence(outcome: Outcome) -> str:
-    return f"{outcome.state}{f': {outcome.why}' if outcome.why else ''}"
+    """How it ended and why; of a traceback the end, for the record has all of it."""
+    from metainfer.bench.commission import State
+
+    if outcome.state is State.CRASHED:
+        return (
+            f"crashed: {outcome.why.splitlines()[-1]}; this is a bug in metainfer: send the record"
+            " back"
+        )
+    return f"{outcome.state}{f': {outcome.why}' if outcome.why else ''}{_again(outcome)}"
 
 
-def _again(step: Step, outcome: Outcome) -> str:
+def _again(outcome: Outcome) -> str:
     """How to get more of what is not done again by itself."""
     from metainfer.bench.commission import State
 
     partial = outcome.state is State.PARTIAL
-    return f" (more with --again {step.name} and a longer --budget)" if partial else ""
+    return f" (--again {outcome.name} gives it the whole --budget)" if partial else ""
 
 
 VERB = Verb(

@@ -33,6 +33,8 @@ _SMALL_BYTES = 16 * 2**30
 _GRACE_S = 300.0
 """Behind its share, in which a step may end what it had begun: a kernel may take minutes to compile
 and a model to load."""
+_BRIEF_S = 120.0
+"""A share below which stages do little, so that they do it more than once."""
 _PROMPTS: Mapping[str, tuple[int, ...]] = MappingProxyType(
     {"cuda": (1024, 8192), "cpu": (256, 1024)}
 )
@@ -123,7 +125,7 @@ def _communication(asked: Asked, share_s: float) -> Job:
 def _plan(asked: Asked, share_s: float) -> Job | LeftOut:
     """Of the machine at hand, with what was measured of it and what this process sees of it."""
     if not asked.on_gpu:
-        return LeftOut(f"a plan divides GPUs: {_no_gpu(asked)}")
+        return LeftOut(f"a plan divides GPUs, and {_no_gpu(asked)}")
     options = plan.PlanOptions(
         model=asked.model,
         workload=asked.workload,
@@ -164,14 +166,13 @@ def _stages(asked: Asked, share_s: float) -> Job | LeftOut:
 def _ranks(asked: Asked, share_s: float) -> Job | LeftOut:
     layouts = asked.layouts()
     if layouts is None:
-        why = "there is no plan" if asked.on_gpu else _no_gpu(asked)
-        return LeftOut(f"nothing to run over ranks: {why}")
+        return LeftOut("there is no plan")
     unable = next(not_run(layouts), None)
     if unable is not None:
         return LeftOut(f"planned is {unable}")
     axes: dict[str, Any] = {axis: n for axis, n in axes_of(layouts).items() if n > 1}
     if not axes:
-        return LeftOut("nothing to run over ranks: the plan has one for each replica")
+        return LeftOut("the plan has one rank")
     return _bench(asked, share_s, "ranks.json", axes, settings=(TUNED,))
 
 
@@ -180,13 +181,15 @@ def _bench(
 ) -> Job | LeftOut:
     kind = "cuda" if asked.on_gpu else "cpu"
     longest = read_arch(asked.model).max_model_len
+    lengths = tuple(size for size in _PROMPTS[kind] if size < longest)
+    brief = {"rounds": 2, "requests": 0} if share_s < _BRIEF_S else {}
     work = StagesLoad(
         model=asked.model,
         layers=None if asked.small else LAYERS,
-        input_lens=tuple(size for size in _PROMPTS[kind] if size < longest) or (longest // 2,),
-        decode_batches=_BATCHES[kind],
+        input_lens=(lengths or (longest // 2,))[: 1 if brief else None],
+        decode_batches=_BATCHES[kind][: 1 if brief else None],
         budget_s=share_s,
-        **load,
+        **{**brief, **load},
     )
     settings = EngineSettings(
         load_format=LoadFormat.AUTO if asked.small else LoadFormat.DUMMY,
@@ -207,8 +210,8 @@ def _sample(asked: Asked) -> str:
 def _no_gpu(asked: Asked) -> str:
     gpus = asked.machine.gpus
     if isinstance(gpus, Unknown):
-        return f"no GPU is known here ({gpus.why})"
-    return "the driver lists no GPU" if not gpus else "--device cpu leaves GPUs alone"
+        return "none is known here"
+    return "--device cpu leaves them alone" if gpus else "the driver lists none"
 
 
 STEPS = (

@@ -7,8 +7,12 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from metainfer.bench.commission import Ledger
+from metainfer.bench.commission import Outcome as StepOutcome
+from metainfer.bench.commission import State as StepState
 from metainfer.bench.model import Work
 from metainfer.bench.record import provenance
+from metainfer.bench.sendable import Discretion
 from metainfer.bench.stages import DECODE, PREFILL, TRAFFIC
 from metainfer.bench.stages_report import work_record
 from metainfer.kernels.verify_record import card_facts, make_record
@@ -72,6 +76,20 @@ def test_bench_stages() -> None:
     for do, turn in ((PREFILL, one), (DECODE, one), (TRAFFIC, {"served": [served]})):
         names |= set(work_record(Work("a", do, 1, 1, 1), [turn]))
     assert not missing("metainfer bench stages", names)
+
+
+def test_commission(tmp_path: Path) -> None:
+    machine = make_machine()
+    asked = {"model": "", "workload": None, "objective": "", "device": None, "budget_s": 1.0}
+    ledger = Ledger(tmp_path, asked, "", machine, Discretion({}))
+    outcome = StepOutcome("probe", StepState.DONE, "", "", 0.5, None)
+    record = ledger.keep(outcome, ["probe"])
+    names = {*record, *record["asked"], *record["steps"][0]}
+    assert not missing("metainfer commission", names)
+    assert "command" not in names
+    section = PAGE.partition("## `metainfer commission")[2]
+    assert all(f'"{state}"' in section for state in StepState)
+    assert f'`"{record["kind"]}"`, {record["version"]}' in section
 
 
 def test_weights_check() -> None:
