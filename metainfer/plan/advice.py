@@ -9,7 +9,7 @@ from typing import Any
 
 from metainfer.arch.shapes import ModelShape
 from metainfer.core.errors import UserError
-from metainfer.core.units import format_bytes, format_seconds
+from metainfer.core.units import format_bytes
 from metainfer.hardware.facts import Unknown
 from metainfer.hardware.machine import Machine
 from metainfer.hardware.visible import shown_machine
@@ -311,7 +311,7 @@ def _gain(now: Prediction, result: Result) -> float:
 def _rates(told: Prediction) -> str:
     return (
         f"{told.input_per_s:,.0f} input tok/s (+-{told.input_error:.0%}), TTFT"
-        f" {format_seconds(told.ttft_s)}, TPOT {told.tpot_s * 1e3:.1f} ms"
+        f" {told.ttft_told}, TPOT {told.tpot_s * 1e3:.1f} ms"
         f" (+-{told.decode_error:.0%}), {told.requests_per_s:.3g} requests/s"
     )
 
@@ -348,10 +348,10 @@ def record(found: Advice) -> dict[str, Any]:
     }
 
 
-def _numbers(told: Prediction) -> dict[str, float]:
+def _numbers(told: Prediction) -> dict[str, float | None]:
     return {
         "input_tokens_per_s": told.input_per_s,
-        "ttft_s": told.ttft_s,
+        "ttft_s": told.ttft_or_none,
         "tpot_s": told.tpot_s,
         "output_tokens_per_s": told.output_per_s,
         "requests_per_s": told.requests_per_s,

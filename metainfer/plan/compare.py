@@ -8,7 +8,6 @@ from typing import Any
 
 from metainfer.arch.shapes import ModelShape
 from metainfer.core.errors import UserError
-from metainfer.core.units import format_seconds
 from metainfer.hardware.machine import Machine
 from metainfer.plan.found import Ledger
 from metainfer.plan.search import Result, search
@@ -116,7 +115,7 @@ def text(found: Comparison) -> str:
         _line("", *(side.name for side in sides)),
         _line("layout", *(one.layouts.name for one in best)),
         _line("input tok/s", *(f"{p.input_per_s:,.0f} (+-{p.input_error:.0%})" for p in told)),
-        _line("TTFT", *(format_seconds(p.ttft_s) for p in told)),
+        _line("TTFT", *(p.ttft_told for p in told)),
         _line("TPOT", *(f"{p.tpot_s * 1e3:.1f} ms (+-{p.decode_error:.0%})" for p in told)),
         _line("output tok/s", *(f"{p.output_per_s:,.0f}" for p in told)),
         _line("requests/s", *(f"{p.requests_per_s:.3g}" for p in told)),
@@ -177,7 +176,7 @@ def _side(side: Side) -> dict[str, Any]:
         "name": side.name,
         "layout": side.result.best.layouts.name,
         "input_tokens_per_s": told.input_per_s,
-        "ttft_s": told.ttft_s,
+        "ttft_s": told.ttft_or_none,
         "tpot_s": told.tpot_s,
         "output_tokens_per_s": told.output_per_s,
         "requests_per_s": told.requests_per_s,

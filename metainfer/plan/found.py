@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -61,7 +62,7 @@ def explained(one: Candidate, best: Candidate, objective: str) -> Candidate:
         TTFT: _more("to the first token", mine.ttft_s, other.ttft_s),
         INTERACTIVE: _more("between tokens", mine.tpot_s, other.tpot_s),
     }
-    told = [parts[objective]]
+    told = [parts[objective] or parts[THROUGHPUT]]  # all of them are under overload
     if objective != INTERACTIVE:
         told.append(_largest_loss(one, best, "a prompt token", 1e6, "us", prefill=True))
     if objective != TTFT:
@@ -74,6 +75,8 @@ def _less(what: str, mine: float, best: float) -> str:
 
 
 def _more(what: str, mine: float, best: float) -> str:
+    if math.isinf(mine):
+        return "" if math.isinf(best) else "more requests arrive than it answers"
     return f"{mine / best - 1:.0%} longer {what}"
 
 
@@ -113,10 +116,10 @@ def notes_of(best: Candidate, workload: Workload) -> list[str]:
             f" {ACCEPTED:.0%} of them hold, which is inferred and depends on the text"
         )
     load = best.prediction.load
-    if load is not None and load > 1.0:
+    if load is not None and load >= 1.0:
         notes.append(
             f"{workload.request_rate_per_s:g} requests a second are {load:.1f} times what this"
-            " machine answers: the queue grows without end"
+            " machine answers: the queue grows without end, and so does the time to a first token"
         )
     return notes
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -19,6 +20,7 @@ from metainfer.plan.choices import (
     caches_text,
     smaller_caches,
 )
+from metainfer.plan.cost.predict import OVERLOAD
 from metainfer.plan.found import INTERACTIVE, THROUGHPUT, TTFT
 from metainfer.plan.layouts import RELEASED, Formats
 from metainfer.plan.ledger_ranks import RankLedgers
@@ -196,8 +198,12 @@ def gain_text(result: Result, longest: int, gain: Gain) -> str:
         ("TTFT", mine.ttft_s * 1e3, other.ttft_s * 1e3, ",.0f", "ms"),
         ("TPOT", mine.tpot_s * 1e3, other.tpot_s * 1e3, ".1f", "ms"),
     ):
-        if abs(after / before - 1) >= _TOLD:
-            parts.append(f"{label} {after:{form}} {unit} instead of {before:{form}}")
+        if before != after and (math.isinf(after) or abs(after / before - 1) >= _TOLD):
+            now, then = (
+                OVERLOAD if math.isinf(value) else f"{value:{form}}{told}"
+                for value, told in ((after, f" {unit}"), (before, ""))
+            )
+            parts.append(f"{label} {now} instead of {then}")
     more = other.requests_per_s / mine.requests_per_s - 1
     if parts or abs(more) >= 0.001:
         parts.insert(0, f"{more:+.1%} requests/s")

@@ -71,7 +71,7 @@ def _candidate(one: Candidate) -> dict[str, Any]:
         "formats": asdict(one.formats),
         "predicted": {
             "input_tokens_per_s": told.input_per_s,
-            "ttft_s": told.ttft_s,
+            "ttft_s": told.ttft_or_none,
             "tpot_s": told.tpot_s,
             "output_tokens_per_s": told.output_per_s,
             "requests_per_s": told.requests_per_s,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Sequence
 
@@ -10,6 +11,7 @@ from metainfer.hardware.machine import gpus_of
 from metainfer.plan.choices import caches_text
 from metainfer.plan.command_text import command_lines
 from metainfer.plan.cost.phases import Step
+from metainfer.plan.cost.predict import OVERLOAD, Prediction
 from metainfer.plan.found import Candidate
 from metainfer.plan.gains import Outlook, gain_text, where_to_prove
 from metainfer.plan.layouts import RELEASED
@@ -133,7 +135,7 @@ def _rates(result: Result, best: Candidate) -> list[str]:
     told = best.prediction
     lines = [
         f"input      {told.input_per_s:,.0f} tok/s (+-{told.input_error:.0%})",
-        f"TTFT       {format_seconds(told.ttft_s)} (+-{told.input_error:.0%})",
+        f"TTFT       {_ttft(told)}",
         f"TPOT       {told.tpot_s * 1e3:.1f} ms (+-{told.decode_error:.0%}), that is"
         f" {1 / told.tpot_s:,.0f} tok/s a sequence and {told.output_per_s:,.0f} in all",
         f"requests   {told.requests_per_s:.3g} a second, prompts and decoding in turns",
@@ -141,6 +143,15 @@ def _rates(result: Result, best: Candidate) -> list[str]:
     if told.load is not None:
         lines.append(f"load       {told.load:.0%} of what these replicas answer")
     return lines
+
+
+def _ttft(told: Prediction) -> str:
+    if math.isinf(told.ttft_s):
+        return (
+            f"{OVERLOAD}: more requests arrive than are answered;"
+            f" {format_seconds(told.idle_ttft_s)} (+-{told.input_error:.0%}) for one alone"
+        )
+    return f"{told.ttft_told} (+-{told.input_error:.0%})"
 
 
 def _table_of_time(title: str, step: Step, scale: float, unit: str) -> list[str]:
@@ -178,7 +189,7 @@ def _layouts(ranked: Sequence[Candidate]) -> list[str]:
         told = one.prediction
         lines.append(
             f"{one.layouts.name:<32}{one.formats.chunk_rows:>7}{told.input_per_s:>13,.0f}"
-            f"{format_seconds(told.ttft_s):>10}{told.tpot_s * 1e3:>9.1f}"
+            f"{told.ttft_told:>10}{told.tpot_s * 1e3:>9.1f}"
             f"{told.requests_per_s:>8.3g}{format_bytes(one.ledger.total_bytes):>11}"
             + (f"{one.formats.draft:>8}" if drafts else "")
         )

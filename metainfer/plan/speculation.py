@@ -14,7 +14,7 @@ from metainfer.arch.shapes import ModelShape
 from metainfer.core.errors import UserError
 from metainfer.plan.cost.parts import HEAD
 from metainfer.plan.cost.phases import Item, Phases, Step
-from metainfer.plan.cost.predict import Prediction
+from metainfer.plan.cost.predict import Prediction, wait_s
 from metainfer.plan.layouts import Formats, Layouts
 from metainfer.plan.workload import Workload
 
@@ -100,7 +100,8 @@ def speculated(
     return replace(
         plain,
         input_per_s=plain.input_per_s / longer,
-        ttft_s=plain.ttft_s * longer,
+        ttft_s=plain.idle_ttft_s * longer + wait_s(workload, layout.replicas, prompt_s, load),
+        idle_ttft_s=plain.idle_ttft_s * longer,
         tpot_s=tpot_s,
         output_per_s=plain.output_per_s * plain.tpot_s / tpot_s,
         requests_per_s=busy / request_s,

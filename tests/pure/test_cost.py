@@ -305,9 +305,21 @@ def test_pipelines_wait_for_one_prompt_and_not_for_many() -> None:
 
 def test_a_rate_of_requests_adds_a_wait() -> None:
     free = told("rtx-pro-6000-x2", TP2)
-    busy = told("rtx-pro-6000-x2", TP2, workload=Workload(request_rate_per_s=0.8))
-    assert free.load is None
-    assert busy.load is not None and busy.ttft_s > free.ttft_s
+    some = told("rtx-pro-6000-x2", TP2, workload=Workload(request_rate_per_s=0.3))
+    busy = told("rtx-pro-6000-x2", TP2, workload=Workload(request_rate_per_s=0.5))
+    assert free.load is None and free.ttft_s == free.idle_ttft_s
+    assert some.load is not None and busy.load is not None
+    assert 0.0 < some.load < busy.load < 1.0
+    assert free.ttft_s == some.idle_ttft_s < some.ttft_s < busy.ttft_s < 2 * free.ttft_s
+
+
+def test_more_requests_than_are_answered_have_no_time_to_a_first_token() -> None:
+    most = told("rtx-pro-6000-x2", TP2).requests_per_s
+    for share, overloaded in ((0.99, False), (1.0001, True), (50.0, True)):
+        found = told("rtx-pro-6000-x2", TP2, workload=Workload(request_rate_per_s=share * most))
+        assert found.load == pytest.approx(share)
+        assert (found.ttft_told == "overload") is overloaded is (found.ttft_or_none is None)
+        assert found.idle_ttft_s < 2.0
 
 
 def test_predictions_say_what_they_rest_on() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -183,6 +184,22 @@ def test_machines_without_peer_access_are_told_so() -> None:
 def test_a_queue_that_grows_is_told() -> None:
     result = found(workload=Workload(request_rate_per_s=50.0))
     assert any("grows without end" in note for note in result.notes)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_overload_is_told_in_place_of_a_time(objective: str) -> None:
+    work = Workload(request_rate_per_s=40.0)
+    result = found(workload=work, objective=objective)
+    told = explained(result)
+    assert "TTFT       overload: more requests arrive than are answered; " in told
+    assert re.search(r"\binf\b|\bnan\b", told) is None
+    text = json.dumps(record(result), allow_nan=False)
+    predicted = json.loads(text)["chosen"]["predicted"]
+    assert predicted["ttft_s"] is None and predicted["load"] > 1.0
+    if objective == TTFT:  # where none has one, what answers most comes first
+        rates = [one.prediction.requests_per_s for one in result.ranked]
+        assert rates == sorted(rates, reverse=True)
+        assert all("fewer requests a second" in one.why for one in result.ranked[1:])
 
 
 def test_text_fits_and_names_what_was_found() -> None:

@@ -6,11 +6,13 @@ import math
 from dataclasses import dataclass
 
 from metainfer.core.errors import MetainferError
+from metainfer.core.units import format_seconds
 from metainfer.plan.cost.constants import INFERRED
 from metainfer.plan.cost.phases import BUBBLES, Item, Phases, Step, averaged
 from metainfer.plan.layouts import Formats, Layout, Layouts
 from metainfer.plan.workload import Workload
 
+OVERLOAD = "overload"
 _NODES = ((0.1127, 5 / 18), (0.5, 8 / 18), (0.8873, 5 / 18))
 """Where three chunks of a long prompt stand for all, and their weights (Gauss)."""
 
@@ -21,8 +23,9 @@ class Prediction:
 
     Attributes:
         input_per_s: tokens of prompts a second while nothing decodes.
-        ttft_s: from a prompt on an idle replica to its first token; where requests arrive at a
-            rate, with the wait behind others.
+        ttft_s: from a prompt to its first token, with the wait behind others where requests arrive
+            at a rate; infinite where more arrive than are answered, for then the queue grows.
+        idle_ttft_s: likewise on an idle replica.
         tpot_s: between two tokens of a sequence, all of a replica's sequences at once.
         output_per_s: tokens a second while all requests decode.
         requests_per_s: answered, prompts and decoding one after the other.
@@ -34,6 +37,7 @@ class Prediction:
 
     input_per_s: float
     ttft_s: float
+    idle_ttft_s: float
     tpot_s: float
     output_per_s: float
     requests_per_s: float
@@ -42,6 +46,26 @@ class Prediction:
     prefill: Step
     decode: Step
     load: float | None = None
+
+    @property
+    def ttft_told(self) -> str:
+        return OVERLOAD if math.isinf(self.ttft_s) else format_seconds(self.ttft_s)
+
+    @property
+    def ttft_or_none(self) -> float | None:
+        """For records, which have no infinite numbers: None under overload."""
+        return None if math.isinf(self.ttft_s) else self.ttft_s
+
+
+def wait_s(workload: Workload, replicas: int, prompt_s: float, load: float | None) -> float:
+    """Of a prompt behind others, the mean: prompts of one length that arrive at random and are
+    served one after the other by each replica (M/D/1); infinite from a load of 1 on."""
+    if workload.request_rate_per_s is None or load is None:
+        return 0.0
+    if load >= 1.0:
+        return math.inf
+    used = workload.request_rate_per_s * prompt_s / replicas
+    return prompt_s * used / (2.0 * (1.0 - used))
 
 
 def predict(phases: Phases, layouts: Layouts, formats: Formats, workload: Workload) -> Prediction:
@@ -58,15 +82,13 @@ def predict(phases: Phases, layouts: Layouts, formats: Formats, workload: Worklo
     prompt_s = workload.input_tokens * per_token_s
     request_s = prompt_s + workload.output_tokens * step_s / batch
     busy = min(layout.replicas, workload.requests_at_once)
-    load, wait_s = None, 0.0
+    load = None
     if workload.request_rate_per_s is not None:
         load = workload.request_rate_per_s * request_s / layout.replicas
-        # Prompts of one length that arrive at random and are served one after the other.
-        used = min(0.99, workload.request_rate_per_s * prompt_s / layout.replicas)
-        wait_s = prompt_s * used / (2.0 * (1.0 - used))
     return Prediction(
         input_per_s=layout.replicas / per_token_s,
-        ttft_s=alone_s + wait_s,
+        ttft_s=alone_s + wait_s(workload, layout.replicas, prompt_s, load),
+        idle_ttft_s=alone_s,
         tpot_s=step_s,
         output_per_s=min(workload.requests_at_once, batch * layouts.decode.replicas) / step_s,
         requests_per_s=busy / request_s,
