@@ -59,21 +59,29 @@ def run(
 def _keep(
     terminal: Terminal, made: dict[str, Any], model: Path, arch: Arch, settings: EngineSettings
 ) -> None:
-    """A verdict on formats of caches counts whenever this checkpoint is served."""
-    from metainfer.plan.proof import judged, keep, model_key
+    """A verdict on formats of caches, or of sums over ranks, counts whenever this checkpoint is
+    served."""
+    from metainfer.plan.proof import judged, keep, model_key, wires_of
+    from metainfer.plan.wire_proof import WireProof, wire_judged
 
-    key, proof = model_key(model, settings), judged(made, arch)
+    key = model_key(model, settings)
     if key is None:
         return
+    of_wires = len(set(wires_of(made))) > 1
+    proof = wire_judged(made) if of_wires else judged(made, arch)
     if isinstance(proof, str):
-        terminal.say(f"the plan keeps caches as before: {proof}")
+        what = "adds up over ranks" if of_wires else "keeps caches"
+        terminal.say(f"the plan {what} as before: {proof}")
         return
     keep(made, key)
-    kept = f"latents in {proof.latents} and index keys in {proof.index_keys}"
-    if made["verdict"]["passed"]:
-        terminal.say(f"from now on the plan keeps {kept} where no flag says otherwise")
+    if isinstance(proof, WireProof):
+        does = f"adds up rows of prompts in {proof.wire} over {proof.ranks} ranks"
     else:
-        terminal.say(f"the plan keeps {kept} only where flags say so")
+        does = f"keeps latents in {proof.latents} and index keys in {proof.index_keys}"
+    if made["verdict"]["passed"]:
+        terminal.say(f"from now on the plan {does} where no flag says otherwise")
+    else:
+        terminal.say(f"the plan {does} only where flags say so")
 
 
 VERB = Verb(
@@ -84,5 +92,6 @@ VERB = Verb(
     (
         "metainfer bench quality --a tuned,--dtype=float32 --b tuned",
         "metainfer bench quality /data/model --a tuned,--activations=plain --b tuned --save-result",
+        "metainfer bench quality --tp 2 --a tuned,--wire-dtype=plain --b tuned,--wire-dtype=fp8",
     ),
 )

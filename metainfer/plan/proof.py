@@ -76,7 +76,7 @@ def judged(record: Mapping[str, Any], arch: Arch) -> CacheProof | str:
     doubts = {
         "it does not hold caches of bytes against plain ones": not set(kept_a) <= set(PLAIN)
         or set(kept_b) <= set(PLAIN),
-        "the two sides differ in wire_dtype too": wire_of(a) != wire_of(b),
+        "the two sides differ in wire_dtype too": len(set(wires_of(record))) > 1,
         **doubts_of_any(record, SAME),
         f"up to {seen} tokens no index key decides anything": kept_b[1] not in PLAIN
         and record["longest"] <= seen,
@@ -87,10 +87,11 @@ def judged(record: Mapping[str, Any], arch: Arch) -> CacheProof | str:
     return CacheProof(kept_b[0], kept_b[1], reason_of(record))
 
 
-def wire_of(receipt: Mapping[str, Any]) -> str:
-    """In which sums travelled; records of before there were others do not say."""
-    value: str = receipt["plan"].get("wire_dtype", {"value": WIRE})["value"]
-    return value
+def wires_of(record: Mapping[str, Any]) -> tuple[str, str]:
+    """In which sums of A and of B travelled; records of before there were others do not say."""
+    plans = (record["sides"][side]["receipt"]["plan"] for side in ("A", "B"))
+    a, b = (plan.get("wire_dtype", {"value": WIRE})["value"] for plan in plans)
+    return a, b
 
 
 def doubts_of_any(record: Mapping[str, Any], same: Sequence[str]) -> dict[str, bool]:

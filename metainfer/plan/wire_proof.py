@@ -22,7 +22,7 @@ from metainfer.plan.proof import (
     latest_first,
     model_key,
     reason_of,
-    wire_of,
+    wires_of,
 )
 from metainfer.plan.settings import EngineSettings
 from metainfer.plan.wires import BLOCK, PLAIN
@@ -46,16 +46,16 @@ class WireProof:
 def wire_judged(record: Mapping[str, Any]) -> WireProof | str:
     """What `record` proves if it passed: sums of B travel in 8 bits, those of A do not, and all
     else that changes predictions is equal. A string says why it could prove nothing."""
-    a, b = (record["sides"][side]["receipt"] for side in ("A", "B"))
+    a, b = wires_of(record)
     doubts = {
-        "it does not hold sums in 8 bits against plain ones": wire_of(a) != PLAIN
-        or wire_of(b) == PLAIN,
+        "it does not hold sums in 8 bits against plain ones": a != PLAIN or b == PLAIN,
         **doubts_of_any(record, (*SAME, "cache_dtype", "index_cache_dtype")),
     }
     for doubt, holds in doubts.items():
         if holds:
             return doubt
-    return WireProof(wire_of(b), b["plan"]["tensor_parallel_size"]["value"], reason_of(record))
+    ranks = record["sides"]["B"]["receipt"]["plan"]["tensor_parallel_size"]["value"]
+    return WireProof(b, ranks, reason_of(record))
 
 
 def wire_proof(
