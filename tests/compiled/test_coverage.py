@@ -9,11 +9,18 @@ import pytest
 import torch
 
 from metainfer.kernels import coverage
+from metainfer.kernels.builtin import builtin_registry
+from metainfer.kernels.compare import run
 from metainfer.kernels.coverage import Request, Row, cover
+from metainfer.kernels.inputs.base import Draw
+from metainfer.kernels.inputs.load import at_load
 from metainfer.kernels.reference import BACKENDS as REFERENCES
 from metainfer.kernels.registry import Registry, no
 from metainfer.kernels.triton.backend import Declared, on_gpu
+from metainfer.kernels.triton.record import RecordingLauncher
 from metainfer.ops.attention import AttentionCase
+from metainfer.ops.base import Load
+from metainfer.ops.index import IndexCase
 from metainfer.ops.norm import RmsNormCase
 from metainfer.ops.targets import CARD_KINDS
 from metainfer.ops.use import DECODE, PREFILL, Use
@@ -63,6 +70,21 @@ def test_entries_too_many_to_be_decoded_are_covered(tmp_path: Path) -> None:
     assert row.ok, row.problems
     names = {piece.kernel for piece in row.pieces}
     assert names == {"decode_listed", "list_rows", "prefill_pairs", "prefill_plain"}
+
+
+def test_the_choice_for_several_sequences_is_looked_at() -> None:
+    """Which compiles otherwise than that of one, and lays no keys in order for few rows of each."""
+    case, op = IndexCase(64, 128, 512, key_format="index_fp8"), "attention.index_topk"
+    launched = {}
+    for sequences in (1, 256):
+        launch = RecordingLauncher((9, 0), 132)
+        call = at_load(op, case, Load(8192, 2**20, sequences), Draw(0, "meta"))
+        run(builtin_registry(launch), op, "triton", case, call)
+        launched[sequences] = set(launch.units())
+    names = {count: {unit.name for unit in units} for count, units in launched.items()}
+    assert names[1] - names[256] == {"order_keys"}
+    scores = [unit for units in launched.values() for unit in units if unit.name == "index_logits"]
+    assert len(set(scores)) == len(scores) == 2
 
 
 def test_what_only_the_reference_serves_is_not_covered(monkeypatch: Any, tmp_path: Path) -> None:

@@ -91,15 +91,18 @@ def index_topk_decode(
 
 
 def index_topk_at_load(case: IndexCase, draw: Draw, load: Load) -> Call:
-    """The last rows of one sequence."""
-    entries = load.tokens // case.ratio
-    positions_T = torch.arange(load.tokens - load.rows, load.tokens, device=draw.device)
+    """The last rows of one sequence, or of several, which have their entries in common."""
+    entries, count = load.tokens // case.ratio, load.sequences
+    each = load.rows // count
+    positions_T = torch.arange(load.tokens - each, load.tokens, device=draw.device).repeat(count)
+    sequence_T = torch.arange(count, device=draw.device).repeat_interleave(each)
     seen_T1 = ((positions_T + 1) // case.ratio).unsqueeze(1)
-    key_rows_1E = draw.spread(1, entries, entries + entries // 4)
-    queries = _queries_at_load(case, draw, load.rows)
+    key_rows_BE = draw.spread(count, entries, entries + entries // 4)
+    queries = _queries_at_load(case, draw, each * count)
     keys = _coded_at_load(case, draw, draw.cache_dtype, entries + entries // 4)
     candidates_TB = _candidates_at_load(case, draw, seen_T1, entries)
-    return Call((), (*queries, keys, key_rows_1E, None, positions_T, candidates_TB))
+    lists = (key_rows_BE, sequence_T if count > 1 else None, positions_T, candidates_TB)
+    return Call((), (*queries, keys, *lists))
 
 
 def index_topk_decode_at_load(case: IndexCase, draw: Draw, load: Load) -> Call:

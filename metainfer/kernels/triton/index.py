@@ -50,14 +50,22 @@ def eligible(case: IndexCase, target: Target) -> Verdict:
         return no(f"takes keys of 16, 32, 64 or 128 channels, not {case.width}")
     if case.heads > _MOST_HEADS:
         return no(f"takes at most {_MOST_HEADS} heads, not {case.heads}")
-    if case.gives_rows and case.candidate_blocks:
-        return no("gives rows of lists alone, not of candidate blocks")
-    if case.gives_scores and case.candidate_blocks:
-        return no("gives scores of lists alone, not of candidate blocks")
+    reason = _refused_candidates(case) if case.candidate_blocks else ""
+    if reason:
+        return no(reason)
     for name, number in (("entries", case.topk), ("blocks", case.candidate_blocks)):
         if number > LARGEST_K:
             return no(f"chooses at most {LARGEST_K} {name}, not {number}")
     return on_gpu(case, target)
+
+
+def _refused_candidates(case: IndexCase) -> str:
+    """Why blocks of candidates are not taken so; "" where they are."""
+    if case.candidate_block & (case.candidate_block - 1):
+        return f"takes blocks of a power of two of entries, not of {case.candidate_block}"
+    if case.gives_rows:
+        return "gives rows of lists alone, not of candidate blocks"
+    return "gives scores of lists alone, not of candidate blocks" if case.gives_scores else ""
 
 
 def index_topk(

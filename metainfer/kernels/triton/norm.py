@@ -12,6 +12,7 @@ from metainfer.kernels.reference.dtypes import TORCH_DTYPES
 from metainfer.kernels.triton.backend import Declared
 from metainfer.kernels.triton.codes import e4m3_groups, e8m0_to_float
 from metainfer.kernels.triton.launch import Launcher
+from metainfer.kernels.triton.quantise import in_groups
 from metainfer.kernels.triton.rows import rms_normed, rounded, row_tile
 from metainfer.ops.norm import AddRmsNormCase, RmsNormCase, RmsNormFp8Case
 
@@ -130,5 +131,5 @@ def _launch(
 BACKENDS = (
     Declared("norm.rms_norm", rms_norm),
     Declared("norm.add_rms_norm", add_rms_norm),
-    Declared("norm.rms_norm_fp8", rms_norm_fp8),
+    Declared("norm.rms_norm_fp8", rms_norm_fp8, in_groups),
 )

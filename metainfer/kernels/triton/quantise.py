@@ -12,6 +12,7 @@ from metainfer.kernels.triton.codes import e4m3_groups, e8m0_to_float
 from metainfer.kernels.triton.launch import Launcher
 from metainfer.kernels.triton.rows import prepared, row_tile
 from metainfer.ops.base import Target
+from metainfer.ops.norm import RmsNormFp8Case
 from metainfer.ops.quantise import QuantiseFp8Case
 
 _LONGEST_PIECE = 1024
@@ -94,10 +95,11 @@ def _pieces(width: int, group: int) -> tuple[int, int]:
     return width // piece, piece
 
 
-def eligible(case: QuantiseFp8Case, target: Target) -> Verdict:
+def in_groups(case: QuantiseFp8Case | RmsNormFp8Case, target: Target) -> Verdict:
+    """Serves groups that lie within a row, or a head."""
     if case.group & (case.group - 1) or case.width % case.group:
         return no(f"wants groups that are a power of two and fill {case.width} channels")
     return on_gpu(case, target)
 
 
-BACKENDS = (Declared("quantise.fp8", fp8, eligible),)
+BACKENDS = (Declared("quantise.fp8", fp8, in_groups),)
