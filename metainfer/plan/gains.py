@@ -22,6 +22,7 @@ from metainfer.plan.choices import (
 )
 from metainfer.plan.cost.predict import OVERLOAD
 from metainfer.plan.found import INTERACTIVE, THROUGHPUT, TTFT
+from metainfer.plan.layout_flags import axes_of, words_of
 from metainfer.plan.layouts import RELEASED, Formats
 from metainfer.plan.ledger_ranks import RankLedgers
 from metainfer.plan.search import Result, search
@@ -137,7 +138,7 @@ def _closed(
         yield (
             "sums between ranks in fp8 or int8",
             "--wire-dtype fp8",
-            "no command proves it yet: `bench quality` holds what one rank computes against it",
+            wire_proof_command(result, model),
             replace(choices, wires=("fp8",)),
         )
     counts = draft_counts(shape)
@@ -175,6 +176,15 @@ def cache_proof_command(result: Result, caches: Caches, model: str) -> str:
         f" --b tuned,--kv-cache-dtype={caches.latents},--index-cache-dtype={caches.index_keys}"
     )
     return command
+
+
+def wire_proof_command(result: Result, model: str) -> str:
+    """The command that judges sums in fp8 over the ranks of the best layout, or why there is
+    none."""
+    if result.shape.arch is None:
+        return f"no command proves it yet: {result.shape.name} is not served by this version"
+    ranks = " ".join(words_of(axes_of(result.best.layouts)))
+    return f"{_QUALITY} {model} {ranks} --a tuned,--wire-dtype=plain --b tuned,--wire-dtype=fp8"
 
 
 def where_to_prove(result: Result) -> str:

@@ -51,6 +51,8 @@ def sizes_of(formats: Formats, longest_context: int, requests: int) -> dict[str,
         "max_num_batched_tokens": formats.chunk_rows,
         "kv_cache_dtype": latents,
     }
+    if formats.wire != "bf16":
+        sizes["wire_dtype"] = formats.wire
     return sizes if keys in (RELEASED, latents) else {**sizes, "index_cache_dtype": keys}
 
 
@@ -76,8 +78,6 @@ def not_done(formats: Formats) -> Iterator[str]:
     """Sentences: what of a plan's formats this version does not do, beside its layout."""
     if formats.draft:
         yield f"drafting {tokens_text(formats.draft)}, which this version does not do"
-    if formats.wire != "bf16":
-        yield f"activations of prompts in {formats.wire} between ranks: bf16 instead"
     yield from converted(formats)
 
 
