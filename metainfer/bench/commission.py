@@ -156,14 +156,14 @@ class Ledger:
 def _other(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """What of an earlier record is another than now; "" for nothing. A step that had more time, or
     less, is none the less done."""
-    if before["model_key"] != now["model_key"]:
+    if before.get("model_key") != now["model_key"]:
         return "model"
     for name, value in now["asked"].items():
         if name != "budget_s" and before["asked"].get(name) != value:
             return name
-    if before["fingerprint"] != now["fingerprint"]:
+    if before.get("fingerprint") != now["fingerprint"]:
         return "machine"
-    same = all(before[name] == now[name] for name in ("versions", "commit"))
+    same = all(before.get(name) == now[name] for name in ("versions", "commit"))
     return "" if same else "version"
 
 
@@ -181,9 +181,10 @@ def read_record(path: Path) -> dict[str, Any]:
     except UserError as error:
         raise UserError(f"{path}: {error.message}", error.hint) from error
     try:
-        for told in record["steps"]:
-            Outcome.read(told)
+        steps = [Outcome.read(told) for told in record["steps"]]
         str.join("", (record["date"], record["commit"], record["asked"]["model"]))
+        str.join("", (text for one in steps for text in (one.name, one.why, one.date)))
+        sum(one.seconds for one in steps)
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path}: the record is not as {KIND} writes it ({error})") from error
     return record

@@ -94,10 +94,11 @@ def _communication(record: _Record) -> Iterator[str]:
 
 def _plan(record: _Record) -> Iterator[str]:
     chosen, told = record["chosen"], record["chosen"]["predicted"]
+    first_s, next_s = told["ttft_s"], format_seconds(told["tpot_s"])
+    first = "overloaded" if first_s is None else f"first token after {format_seconds(first_s)}"
     yield prose(
-        f"{chosen['name']}; predicted {told['input_tokens_per_s']:,.0f} tokens/s of input, first"
-        f" token after {format_seconds(told['ttft_s'])}, then one each"
-        f" {format_seconds(told['tpot_s'])}",
+        f"{chosen['name']}; predicted {told['input_tokens_per_s']:,.0f} tokens/s of input, {first},"
+        f" then one each {next_s}",
         "  ",
     )
 

@@ -127,7 +127,10 @@ def commission(
         except (KeyboardInterrupt, SystemExit):
             if ledger.ended(step.name) is None:
                 ledger.keep(begun.outcome(State.INTERRUPTED, ""), names)
-            terminal.say(f"interrupted; what was found before is in {ledger.path}")
+            terminal.say(
+                f"interrupted; what was found before is in {ledger.path}, and the same command goes"
+                " on"
+            )
             raise
         record = ledger.keep(outcome, names)
         terminal.say(_sentence(outcome))
@@ -219,7 +222,11 @@ class _Begun:
             return self.outcome(State.LEFT_OUT, job.why)
         ended = done_apart(job, terminal)
         state = _states().get(ended.code, State.CRASHED)
-        why = ended.why or {
+        record = _read(self._file)
+        why = ended.why
+        if state is State.DONE and record is not None and (left := self._step.unreached(record)):
+            state, why = State.PARTIAL, left
+        why = why or {
             State.DONE: self._step.note(self._asked),
             State.FAILED: f"{self._step.file} says what",
             State.PARTIAL: f"its {format_seconds(share_s)} were up before all was done",

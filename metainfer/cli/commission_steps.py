@@ -98,6 +98,8 @@ class Step:
     file: that it writes.
     job: what is to be done within its share in seconds, made when its turn comes.
     note: what is said of it where it is done, "" for nothing.
+    unreached: of its record, what there was no time for, where the verb ends well all the same;
+        "" for nothing.
     """
 
     name: str
@@ -106,6 +108,7 @@ class Step:
     file: str
     job: Callable[[Asked, float], Job | LeftOut]
     note: Callable[[Asked], str] = lambda asked: ""
+    unreached: Callable[[Mapping[str, Any]], str] = lambda record: ""
 
 
 def _probe(asked: Asked, share_s: float) -> Job:
@@ -203,6 +206,16 @@ def _job(run: Callable[..., int], share_s: float, *options: Any) -> Job:
     return Job(run, options, share_s + _GRACE_S)
 
 
+def _sizes_left(record: Mapping[str, Any]) -> str:
+    left = len(record.get("sizes_not_reached", ()))
+    return f"{left} sizes were not reached" if left else ""
+
+
+def _rounds_left(record: Mapping[str, Any]) -> str:
+    done, asked = record["rounds"], record["load"]["rounds"]
+    return f"{done} of {asked} rounds were completed" if done < asked else ""
+
+
 def _sample(asked: Asked) -> str:
     return "" if asked.small else f"of the first {LAYERS} layers, at full width, random weights"
 
@@ -217,12 +230,14 @@ def _no_gpu(asked: Asked) -> str:
 STEPS = (
     Step("probe", "what the machine is", 2, "machine.json", _probe),
     Step("communication", "how GPUs, or processes, talk", 10, "communication.json",
-         _communication),
+         _communication, unreached=_sizes_left),
     Step("plan", "the layout that suits it", 2, PLAN_FILE, _plan),
     Step("verify", "every operation of the model against its reference", 24, "verify.json",
          _verify),
     Step("tune", "what runs each operation fastest", 28, "tune.json", _tune),
-    Step("stages", "the engine on one device", 24, "stages.json", _stages, _sample),
-    Step("ranks", "the engine as it is planned, over ranks", 10, "ranks.json", _ranks, _sample),
+    Step("stages", "the engine on one device", 24, "stages.json",
+         _stages, _sample, _rounds_left),
+    Step("ranks", "the engine as it is planned, over ranks", 10, "ranks.json",
+         _ranks, _sample, _rounds_left),
 )  # fmt: skip
 """In their order: plan goes before what looks at the operations that its ranks run."""

@@ -5,18 +5,19 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from metainfer.bench.commission import State, exit_code, read_record
+from metainfer.bench.commission import Outcome, State, exit_code, read_record
 from metainfer.bench.commission_report import report
 from metainfer.cli import commission as verb
 from metainfer.cli import commission_steps, step_process
@@ -26,9 +27,10 @@ from metainfer.cli.step_process import Ended, Job, done_here
 from metainfer.cli.terminal import Terminal
 from metainfer.core.errors import UserError
 from metainfer.hardware.machine import Gpu
+from metainfer.kernels.verify_record import sign
 from tests.fakes import step_verbs
 from tests.fakes.command import metainfer
-from tests.fakes.machines import make_machine
+from tests.fakes.machines import make_machine, two_sockets
 
 RECORD = {"command": ["metainfer", "/home/alice"], "found": 7}
 
@@ -116,6 +118,19 @@ def test_a_late_step_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert states == {"slow": State.LATE} and exit_code(record) == 1
 
 
+def test_a_verb_that_ends_well_before_all_was_done(tmp_path: Path) -> None:
+    stages = next(step for step in commission_steps.STEPS if step.name == "stages")
+    talk = next(step for step in commission_steps.STEPS if step.name == "communication")
+    found = {"rounds": 1, "load": {"rounds": 3}}
+    short = replace(step("short", step_verbs.writes, found, file=True), unreached=stages.unreached)
+    record, states, _ = run(tmp_path, short)
+    assert states == {"short": State.PARTIAL} and exit_code(record) == 3
+    assert record["steps"][0]["why"] == "1 of 3 rounds were completed"
+    assert stages.unreached({"rounds": 3, "load": {"rounds": 3}}) == ""
+    assert talk.unreached({"sizes_not_reached": [1, 2]}) == "2 sizes were not reached"
+    assert talk.unreached({"gpus": []}) == ""
+
+
 def test_a_rerun_does_what_has_not_ended(tmp_path: Path) -> None:
     first, _, _ = run(tmp_path, good("one"), step("two", step_verbs.refuses, ""), good("three", 3))
     assert exit_code(first) == 1
@@ -172,6 +187,70 @@ def test_a_changed_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is not a record of metainfer commission") as error:
         run(tmp_path, good("one"))
     assert error.value.hint is not None and "--dir" in error.value.hint
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"steps": None},
+        {"steps": [{"name": "one"}]},
+        {"asked": {}},
+        {"steps": [asdict(Outcome("a", State.DONE, "", "", "soon", None))]},  # type: ignore[arg-type]
+        {"steps": [asdict(Outcome("a", "well", "", "", 1.0, None))]},  # type: ignore[arg-type]
+    ],
+)
+def test_a_strangers_record_is_read_with_care(tmp_path: Path, changed: dict[str, Any]) -> None:
+    record, _, _ = run(tmp_path, good("one"))
+    path = tmp_path / "commission.json"
+    path.write_text(json.dumps(sign({**record, **changed})), encoding="utf-8")
+    told = metainfer("commission", "--show", str(path))
+    assert told.code == 2 and "is not as metainfer commission writes it" in told.err
+
+
+def test_a_step_whose_record_is_another_is_told_of(tmp_path: Path) -> None:
+    for name in (step.name for step in commission_steps.STEPS):
+        record, _, _ = run(tmp_path / name, good(name))
+        text = report(record)
+        assert "its record cannot be read" in text, name
+    odd = sign({**record, "asked": {**record["asked"], "model": "\x1b[31mred"}})
+    assert "?[31mred" in report(odd) and "\x1b" not in report(odd)
+
+
+def test_what_each_step_found_is_told(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    told = metainfer("plan", "deepseek-v4-flash", "--machine", "rtx-pro-6000-x4", "-o", str(plan))
+    assert told.code == 0
+    machine = json.loads(two_sockets().to_json())
+    point = {"operation": "all_reduce", "name": "ring", "wrong": "other data"}
+    norm = {"op": "norm.rms_norm", "case": {}, "backend": "cpu", "problem": ""}
+    counts = {"passed": 1, "failed": 1, "not_run": 0, "not_verified": 3}
+    entry = {"op": "norm.rms_norm", "case": {}, "sizes": [{}], "bad": {"native": "off by one"}}
+    stages = Path(__file__).parents[2] / "docs" / "benchmarks" / "stages.json"
+    records = {
+        "probe": machine,
+        "communication": {"routes": ["all_reduce: ring"], "points": [point]},
+        "plan": json.loads(plan.read_text(encoding="utf-8")),
+        "verify": {**counts, "cases": [norm, *[{**norm, "problem": "worse"}] * 10]},
+        "tune": {"entries": [entry]},
+        "stages": json.loads(stages.read_text(encoding="utf-8")),
+    }
+    steps = [step(name, step_verbs.writes, found, file=True) for name, found in records.items()]
+    record, _, _ = run(tmp_path / "box", *steps)
+    text = report(record)
+    assert "cannot be read" not in text
+    for line in (
+        "  5 x a card; Quick 9000, 8 cores, 34.4 GB of memory",
+        "  all_reduce: ring",
+        "  WRONG DATA: all_reduce by ring",
+        "  1 passed, 1 failed, 3 not verified, of 11 checks",
+        "  and 2 more, in the record",
+        "  1 operations were timed",
+    ):
+        assert line in text.splitlines()
+    assert "tokens/s of input" in text and "native: off by one" in text and "TTFT p95" in text
+    on_gpus = step("communication", step_verbs.writes, machine, file=True)
+    told_of_gpus = report(run(tmp_path / "gpus", on_gpus)[0])
+    assert "  0 curves and 0 rates were measured" in told_of_gpus.splitlines()
 
 
 def test_show_and_json(tmp_path: Path) -> None:
@@ -281,6 +360,9 @@ def test_the_shipped_model_on_this_machine(tmp_path: Path) -> None:
     states = {one["name"]: one["state"] for one in record["steps"]}
     assert states.pop("plan") == states.pop("ranks") == State.LEFT_OUT
     assert set(states.values()) <= {State.DONE, State.PARTIAL}
-    assert str(tmp_path) not in json.dumps(record) and os.uname().nodename not in json.dumps(record)
+    assert str(tmp_path) not in json.dumps(record)
+    assert not re.search(
+        rf"(?<![\w-]){re.escape(os.uname().nodename)}(?![\w-])", json.dumps(record)
+    )
     told = metainfer("commission", "--show", str(file))
     assert "input 256, tok/s" in told.out and "passed" in told.out
