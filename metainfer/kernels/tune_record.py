@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
-import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -21,8 +19,20 @@ from typing import Any
 import torch
 
 from metainfer.core.errors import UserError
+from metainfer.core.files import replace_file
 from metainfer.hardware.machine import Clocks, Machine, Unknown
 from metainfer.kernels import verify_record
+from metainfer.kernels.record_fields import (
+    CASE,
+    COUNT,
+    POSITIVE,
+    TEXT,
+    by_name,
+    each,
+    fields,
+    one_line,
+    require_fields,
+)
 from metainfer.kernels.tune_run import Finding
 from metainfer.kernels.tuned import NOT_TUNED, Key, Measured, Timing, Tuned, case_text
 from metainfer.kernels.verify_record import card_facts, read_signed, sign
@@ -34,6 +44,22 @@ from metainfer.plan.tuning import Tuning
 
 KIND = "metainfer kernels tune"
 VERSION = 1
+
+_FIELDS = fields(
+    card=fields(device=TEXT),
+    entries=each(
+        fields(
+            op=TEXT,
+            op_version=COUNT,
+            case=CASE,
+            caches=TEXT,
+            threads=COUNT,
+            date=TEXT,
+            sizes=each(fields(rows=POSITIVE, tokens=each(COUNT), seconds=by_name(POSITIVE))),
+            bad=by_name(TEXT),
+        )
+    ),
+)
 
 # What a record is for, and how one for another is told: with its fact, and with the one here.
 _DECIDING: Mapping[str, str] = {
@@ -124,7 +150,7 @@ def keep(
         new = [entry(finding, conditions) for finding in findings]
         kept = {_entry_key(one): one for one in (*known, *new)}
         record = make_record(facts, list(kept.values()), provenance)
-        _write(path, json.dumps(record, indent=1))
+        replace_file(path, (json.dumps(record, indent=1) + "\n").encode())
     return path
 
 
@@ -153,7 +179,7 @@ def entry(finding: Finding, conditions: Conditions) -> dict[str, Any]:
             }
             for size in finding.sizes
         ],
-        "bad": dict(finding.bad),
+        "bad": {name: one_line(why) for name, why in finding.bad},
     }
 
 
@@ -162,8 +188,10 @@ def _entry_key(one: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def read(text: str | bytes) -> dict[str, Any]:
-    """Raises UserError: it is no such record, or was changed."""
-    return read_signed(text, KIND, VERSION)
+    """Raises UserError: it is no such record, was changed, or holds what no record does."""
+    record = read_signed(text, KIND, VERSION)
+    require_fields(record, _FIELDS)
+    return record
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,8 +287,8 @@ def find(facts: Mapping[str, Any], cache: Path | None = None) -> Found:
             known = [one for one in record["entries"] if one["op"] in OPS]
             card = record["card"]
             why = differences(card, facts)
-        except (OSError, UserError, KeyError, TypeError, AttributeError) as error:
-            said = error.message if isinstance(error, UserError) else repr(error)
+        except (OSError, UserError) as error:
+            said = error.message if isinstance(error, UserError) else str(error)
             broken.append(f"{path} is ignored: {said}; `metainfer kernels tune` writes another")
             continue
         if card["device"] != facts["device"]:
@@ -279,14 +307,3 @@ def _locked(cache: Path) -> Iterator[None]:
     with (cache / ".lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         yield
-
-
-def _write(path: Path, text: str) -> None:
-    """Whole or not at all."""
-    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
-    try:
-        unfinished.write_text(text + "\n", encoding="utf-8")
-        os.replace(unfinished, path)
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        raise

@@ -14,6 +14,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from metainfer.core.files import replace_file
+
 _PACKAGE = Path(__file__).parents[1]
 _PARTS = ("arch", "core", "kernels", "ops")
 """What a verdict can rest on."""
@@ -66,9 +68,7 @@ def keep(name: str, key: str, said: Any, cache: Path | None = None) -> None:
     path = _path(name, cache)
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        unfinished = path.with_suffix(".part")
-        unfinished.write_text(json.dumps({_KEY: key, "said": said}), encoding="utf-8")
-        unfinished.replace(path)
+        replace_file(path, json.dumps({_KEY: key, "said": said}).encode())
 
 
 def _path(name: str, cache: Path | None) -> Path:

@@ -20,7 +20,24 @@ from typing import Any, NoReturn
 import torch
 
 from metainfer.core.errors import UserError
+from metainfer.core.files import replace_file
 from metainfer.hardware.machine import Machine, Unknown
+from metainfer.kernels.record_fields import (
+    CASE,
+    COUNT,
+    FLAG,
+    NUMBER,
+    POSITIVE,
+    TEXT,
+    FieldCheck,
+    by_name,
+    each,
+    fields,
+    maybe,
+    one_line,
+    one_of,
+    require_fields,
+)
 from metainfer.kernels.verify_run import Check, Outcome, Sizes, State, Verified, Where
 from metainfer.ops.base import case_fields
 from metainfer.ops.catalogue import OPS
@@ -29,6 +46,35 @@ from metainfer.ops.floor import Rates, operands_of
 KIND = "metainfer verify"
 RECORD_VERSION = 2
 _SOURCES = Path(__file__).parent, Path(__file__).parents[1] / "ops"
+_CASES = each(
+    fields(
+        op=TEXT,
+        case=CASE,
+        phase=TEXT,
+        rows=COUNT,
+        tokens=COUNT,
+        backend=TEXT,
+        state=one_of(State),
+        error=maybe(NUMBER),
+        tolerance=NUMBER,
+        problem=TEXT,
+        seconds=maybe(POSITIVE),
+        floor_s=maybe(NUMBER),
+    )
+)
+_FIELDS: FieldCheck = fields(
+    date=TEXT,
+    card=fields(name=TEXT, device=TEXT, code_for=maybe(TEXT), kernels=TEXT),
+    cache_dtype=TEXT,
+    rates=maybe(
+        fields(launch_s=NUMBER, bytes_per_s=NUMBER, flops_per_s=by_name(NUMBER)),
+    ),
+    whole_sizes=FLAG,
+    partial=each(TEXT),
+    cases=_CASES,
+    **{state.replace(" ", "_"): COUNT for state in State},
+)
+_GPU = fields(capability=each(COUNT))
 _SUFFIXES = (".py", ".c", ".h", ".cu", ".cuh", ".ptx")
 
 
@@ -141,7 +187,7 @@ def _entry(check: Check, outcome: Outcome | None, rates: Rates | None) -> dict[s
         "state": State.NOT_RUN if outcome is None else outcome.state,
         "error": ran.error if ran is not None and math.isfinite(ran.error) else None,
         "tolerance": OPS[check.op].tolerance.of(check.case.dtype),
-        "problem": "" if ran is None else ran.problem,
+        "problem": "" if ran is None else one_line(ran.problem),
         "seconds": None if ran is None else ran.seconds,
         "floor_s": None if rates is None else rates.floor_s(cost, operands),
         "bound": None if rates is None else rates.bound(cost, operands),
@@ -157,9 +203,13 @@ def sign(record: Mapping[str, Any]) -> dict[str, Any]:
 def read_record(text: str | bytes) -> dict[str, Any]:
     """A record that says what it said when it was made.
 
-    Raises UserError: it is no such record, or was changed.
+    Raises UserError: it is no such record, was changed, or holds what no record does.
     """
-    return read_signed(text, KIND, RECORD_VERSION)
+    record = read_signed(text, KIND, RECORD_VERSION)
+    require_fields(record, _FIELDS)
+    if record["card"]["device"] == "cuda":
+        require_fields(record["card"], _GPU)
+    return record
 
 
 def read_signed(text: str | bytes, kind: str, version: int) -> dict[str, Any]:
@@ -172,7 +222,7 @@ def read_signed(text: str | bytes, kind: str, version: int) -> dict[str, Any]:
         raise UserError(f"the file is not a record of {kind}")
     if record.get("version") != version:
         raise UserError(f"the record has version {record.get('version')}, this one reads {version}")
-    if sign(record) != record:
+    if not _is_signed(record):
         raise UserError("the record was changed after it was made", hint=f"run {kind} again")
     return record
 
@@ -182,13 +232,20 @@ def keep(record: Mapping[str, Any], cache: Path | None = None) -> Path:
     cache = cache or default_cache()
     cache.mkdir(parents=True, exist_ok=True, mode=0o700)
     path = cache / f"{key_of(record['card'])}-{record['sha256'][:12]}.json"
-    path.write_text(json.dumps(record, indent=1), encoding="utf-8")
+    replace_file(path, json.dumps(record, indent=1).encode())
     return path
 
 
 def key_of(facts: Mapping[str, Any]) -> str:
     """Names the files of a card and its versions."""
     return _digest(dict(facts))[:16]
+
+
+def _is_signed(record: dict[str, Any]) -> bool:
+    try:
+        return sign(record) == record
+    except (ValueError, RecursionError):  # such as a number beyond all that JSON can say
+        return False
 
 
 def _no_number(name: str) -> NoReturn:
