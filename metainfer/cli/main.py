@@ -15,9 +15,10 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from types import FrameType, MappingProxyType
+from types import MappingProxyType
 from typing import NoReturn
 
+from metainfer.cli.interrupts import Terminated, handle_signals
 from metainfer.cli.terminal import Terminal
 from metainfer.cli.verb import Verb, asks_for_help, help_text, parse
 from metainfer.core.env import bound_spinning, read_environment
@@ -96,21 +97,11 @@ VERBS: Mapping[str, tuple[str, str]] = MappingProxyType(
 
 def entry() -> NoReturn:
     """The console script."""
-    signal.signal(signal.SIGTERM, terminate)
+    handle_signals()
     bound_spinning()
     environment = read_environment()
     terminal = Terminal.standard(environment)
     finish(lambda: _dispatch(sys.argv[1:], terminal, environment), terminal)
-
-
-class Terminated(SystemExit):
-    """SIGTERM came: like Ctrl-C, so that verbs clean up what they had begun. Event loops let no
-    other exception than these two through."""
-
-
-def terminate(_number: int, _frame: FrameType | None) -> NoReturn:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second one does not wait
-    raise Terminated
 
 
 def finish(run: Callable[[], int], terminal: Terminal) -> NoReturn:
@@ -152,6 +143,8 @@ def guarded(run: Callable[[], int], terminal: Terminal) -> int:
         raise
     except OSError as error:
         terminal.error(sentence_of_os_error(error))
+    except MemoryError:
+        terminal.error(UserError("the memory of this machine does not suffice for that"))
     except Exception:
         # A bug: the traceback is what its report needs.
         traceback.print_exc(file=terminal.err)

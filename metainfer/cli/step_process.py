@@ -21,7 +21,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from metainfer.cli.main import EXIT_BUG, Terminated, sentence_of_os_error, terminate
+from metainfer.cli.interrupts import Terminated, terminate
+from metainfer.cli.main import EXIT_BUG, sentence_of_os_error
 from metainfer.cli.terminal import Terminal
 from metainfer.core.env import read_environment
 from metainfer.core.errors import UserError

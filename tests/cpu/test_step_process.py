@@ -107,7 +107,7 @@ def test_what_hangs_is_ended_with_all_that_it_began(
 def test_what_ends_this_process_ends_the_step_first(
     number: signal.Signals, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from metainfer.cli.main import Terminated, terminate
+    from metainfer.cli.interrupts import Terminated, terminate
 
     told = tmp_path / "ids"
 

@@ -1,0 +1,65 @@
+"""Ctrl-C and SIGTERM: exceptions at once, so that verbs clean up what they had begun, but none
+inside an import.
+
+Libraries hold imports of theirs in `except` clauses that swallow whatever comes: a command would go
+on as if nobody had pressed anything, or fail with what a half-imported library raises later. So a
+signal that comes while something is imported waits until that is done; a second one does not.
+"""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType
+
+_AGAIN_S = 0.02
+_IMPORTS = "<frozen importlib"
+
+
+class Terminated(SystemExit):
+    """SIGTERM came: like Ctrl-C, so that verbs clean up what they had begun. Event loops let no
+    other exception than these two through."""
+
+
+def handle_signals() -> None:
+    """From here on the main thread hears of both as exceptions."""
+    signal.signal(signal.SIGINT, interrupt)
+    signal.signal(signal.SIGTERM, terminate)
+
+
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """Handler of SIGINT."""
+    if not _waits(number, frame):
+        raise KeyboardInterrupt
+
+
+def terminate(number: int, frame: FrameType | None) -> None:
+    """Handler of SIGTERM."""
+    if not _waits(number, frame):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second one does not wait
+        raise Terminated
+
+
+def _waits(number: int, frame: FrameType | None) -> bool:
+    """Whether an import is under way; the signal is then raised behind it."""
+    if not _is_importing(frame):
+        return False
+    handler = signal.signal(number, signal.SIG_DFL)
+
+    def again(_alarm: int, then: FrameType | None) -> None:
+        if _is_importing(then):
+            signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
+            return
+        signal.signal(number, handler)
+        signal.raise_signal(number)
+
+    signal.signal(signal.SIGALRM, again)
+    signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
+    return True
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(_IMPORTS):
+            return True
+        frame = frame.f_back
+    return False
