@@ -26,6 +26,8 @@ V32_FAMILY = "deepseek_v32"
 GLM_FAMILY = "glm_moe_dsa"
 
 _LATENT_WIDTH = 512
+_MOST_LAYERS = 1024
+"""Of models whose config has no list as long: a slip of the pen must not fill the memory."""
 
 
 def of_v4(arch: Arch) -> AttentionSide:
@@ -230,6 +232,9 @@ def _mla(config: Mapping[str, Any], name: str, family: str) -> AttentionSide:
 
 def _mla_layers(fields: ConfigFields) -> tuple[AttentionLayer, ...]:
     count, topk = fields.integer("num_hidden_layers"), fields.integer("index_topk")
+    if count > _MOST_LAYERS:
+        fields.problem(f"num_hidden_layers is {count}; at most {_MOST_LAYERS} are handled")
+        count = 1
     frequency = fields.integer("index_topk_freq", default=1)
     offset = fields.integer("index_skip_topk_offset", minimum=0, default=2)
     kinds = fields.get("indexer_types")

@@ -78,6 +78,14 @@ def test_facts_are_read_kept_and_found_again(tmp_path: Path, monkeypatch) -> Non
     assert set(compile_all(jobs, 1, tmp_path).values()) == {"anew"}
 
 
+def test_a_cache_that_cannot_be_written_keeps_nothing(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "file").write_text("")
+    code = MachineCode(**dict.fromkeys(MachineCode.__dataclass_fields__, 0) | {"matrix": ()})
+    monkeypatch.setattr(module, "_in_processes", lambda jobs, _: [(job, code) for job in jobs])
+    job = unit(torch.bfloat16, 64), (8, 0)
+    assert compile_all([job], 1, tmp_path / "file" / "cache") == {job: code}
+
+
 def test_other_code_has_another_key(monkeypatch) -> None:
     one, other = unit(torch.bfloat16, 16), unit(torch.bfloat16, 32)
     keys = {

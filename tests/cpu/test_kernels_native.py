@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -73,6 +74,26 @@ def test_a_compiler_that_fails_is_named_and_leaves_nothing(
     reason = load_library(tmp_path / "cache")
     assert isinstance(reason, str) and reason.endswith("cc failed: no such flag")
     assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_an_interruption_ends_all_that_compiles_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The compiler starts others, which write files of their own; here it interrupts whoever
+    waits for it, and its child would be seen to go on."""
+    child, going = tmp_path / "child", tmp_path / "going"
+    script = f"touch $TMPDIR/cc1.s\n(echo; sleep 2; touch {going}) >{child} &\n"
+    script += "kill -INT $PPID; sleep 60"
+    monkeypatch.setenv("PATH", f"{compiler(tmp_path / 'bin', script)}:{os.environ['PATH']}")
+    stale = tmp_path / "cache" / "build-killed"
+    stale.mkdir(parents=True)
+    stale.parent.chmod(0o700)
+    os.utime(stale, (0, 0))
+    with pytest.raises(KeyboardInterrupt):
+        load_library(tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
+    time.sleep(2.5)
+    assert not going.exists()
 
 
 def test_a_compiler_that_writes_rubbish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

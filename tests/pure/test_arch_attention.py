@@ -109,3 +109,11 @@ def test_mistakes_are_named_at_once(tmp_path: Path) -> None:
     text = refusal(changed(tmp_path, v41, "text_config", kv_source_layer_ids=[8]))
     assert "layer 2 has a ratio and no layer before it owns entries" in text
     assert "text_config must be an object" in refusal(changed(tmp_path, v41, text_config=None))
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3.2", "glm-5.3"])
+def test_a_number_of_layers_that_would_fill_the_memory_is_refused(
+    name: str, tmp_path: Path
+) -> None:
+    said = refusal(changed(tmp_path, name, num_hidden_layers=10**12))
+    assert "num_hidden_layers is 1000000000000; at most 1024 are handled" in said

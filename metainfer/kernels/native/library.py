@@ -7,9 +7,14 @@ import hashlib
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import tempfile
+import time
+from contextlib import suppress
 from pathlib import Path
+
+from metainfer.core.env import child_environment
 
 _HERE = Path(__file__).parent
 _SOURCES = tuple(_HERE / f"{name}.c" for name in ("attention", "hc", "linear", "moe", "norm"))
@@ -28,6 +33,7 @@ _FLAGS = (
     "-shared",
 )
 _LONGEST_COMPILE_S = 120.0
+_BUILD = "build-"
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 # What the parameters of each function are: i64, int, float, pointer.
@@ -114,25 +120,46 @@ def _is_whole(path: Path) -> bool:
 
 def _compiled(compiler: str, path: Path) -> Library:
     """Compile into `path`, which appears whole, with its digest, and only if it can be loaded."""
-    handle, unfinished = tempfile.mkstemp(suffix=".so", dir=path.parent)
-    os.close(handle)
-    try:
-        done = subprocess.run(
-            [compiler, *_FLAGS, "-o", unfinished, *map(str, _SOURCES), "-lm"],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_LONGEST_COMPILE_S,
-            check=False,
-        )
-        if done.returncode:
-            said = done.stderr.strip().splitlines() or ["no output"]
-            raise RuntimeError(f"{compiler} failed: {said[0]}")
-        digest = hashlib.sha256(Path(unfinished).read_bytes()).digest()
-        with open(unfinished, "ab") as file:
+    _sweep(path.parent)
+    with tempfile.TemporaryDirectory(prefix=_BUILD, dir=path.parent) as build:
+        unfinished = Path(build) / "kernels.so"
+        _run([compiler, *_FLAGS, "-o", str(unfinished), *map(str, _SOURCES), "-lm"], build)
+        digest = hashlib.sha256(unfinished.read_bytes()).digest()
+        with unfinished.open("ab") as file:
             file.write(digest)
-        library = Library(Path(unfinished))
+        library = Library(unfinished)
         os.replace(unfinished, path)
         return library
-    finally:
-        Path(unfinished).unlink(missing_ok=True)
+
+
+def _run(command: list[str], folder: str) -> None:
+    """The compiler, whose own files go where they are removed. An interruption ends all that it
+    started."""
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        env=child_environment(TMPDIR=folder),
+        start_new_session=True,
+    )
+    try:
+        _, said = process.communicate(timeout=_LONGEST_COMPILE_S)
+    except BaseException:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        raise
+    if process.returncode:
+        lines = said.strip().splitlines() or ["no output"]
+        raise RuntimeError(f"{command[0]} failed: {lines[0]}")
+
+
+def _sweep(cache: Path) -> None:
+    """Remove what processes that were killed while they compiled have left."""
+    for left in cache.glob(f"{_BUILD}*"):
+        with suppress(OSError):
+            if time.time() - left.stat().st_mtime > 2 * _LONGEST_COMPILE_S:
+                shutil.rmtree(left, ignore_errors=True)

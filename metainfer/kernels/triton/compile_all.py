@@ -24,6 +24,7 @@ from typing import Any
 
 import triton
 
+from metainfer.core.files import replace_file
 from metainfer.kernels.processes import interrupts_held
 from metainfer.kernels.triton import machine_code
 from metainfer.kernels.triton.machine_code import MachineCode
@@ -52,11 +53,13 @@ def compile_all(
 
     Args:
         workers: processes at once.
-        cache: where facts are kept; None for the user's cache directory.
+        cache: where facts are kept; None for the user's cache directory. One that cannot be
+            written keeps nothing.
         on_progress: told how many of the units that are not in the cache are done.
     """
     cache = cache or default_cache()
-    cache.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with contextlib.suppress(OSError):
+        cache.mkdir(parents=True, exist_ok=True, mode=0o700)
     outcomes: dict[Job, Outcome] = {}
     missing: dict[Job, Path] = {}
     for job in dict.fromkeys(jobs):
@@ -73,7 +76,9 @@ def compile_all(
     for job, outcome in _compiled(list(missing), workers):
         outcomes[job] = outcome
         if isinstance(outcome, MachineCode):
-            _write(missing[job], outcome)
+            with contextlib.suppress(OSError):
+                facts = json.dumps(dataclasses.asdict(outcome))
+                replace_file(missing[job], facts.encode())
         if on_progress is not None:
             done = sum(job in outcomes for job in missing)
             on_progress(done, len(missing))
@@ -195,20 +200,9 @@ def _constant(value: Any) -> str:
 
 
 def _read(path: Path) -> MachineCode | None:
-    """What `_write` wrote; None where that cannot be read."""
+    """Facts that were kept; None where that cannot be read."""
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
         return MachineCode(**{**facts, "matrix": tuple(facts["matrix"])})
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
-
-
-def _write(path: Path, code: MachineCode) -> None:
-    """The file appears whole."""
-    handle, unfinished = tempfile.mkstemp(dir=path.parent)
-    try:
-        with open(handle, "w", encoding="utf-8") as file:
-            json.dump(dataclasses.asdict(code), file)
-        os.replace(unfinished, path)
-    finally:
-        Path(unfinished).unlink(missing_ok=True)
