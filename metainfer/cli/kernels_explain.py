@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from metainfer.ops.base import Op
 
 _CPU = "cpu"
+_WIDE = "float32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +93,10 @@ def _cases(op: Op, options: ExplainOptions) -> Iterator[Any]:
     if options.model is None:
         yield from dict.fromkeys(case for cases in op.cases.values() for case in cases)
         return
-    forms = (
-        uses_of(options.model, options.tensor_parallel_size, activations=form)
-        for form in ACTIVATIONS
-    )
+    ranks = options.tensor_parallel_size
+    forms = [uses_of(options.model, ranks, activations=form) for form in ACTIVATIONS]
+    if options.targets == (_CPU,):  # one without bf16 products computes in float32
+        forms.append(uses_of(options.model, ranks, dtype=_WIDE, latents=_WIDE, index_keys=_WIDE))
     for use in merged(*forms):
         if use.op == op.name:
             yield use.case

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from metainfer.cli.terminal import Terminal
 from metainfer.cli.verb import Verb
-from metainfer.cli.verify import layout_of
+from metainfer.cli.verify import layout_of, memory_for, usual_workers
 from metainfer.core.config import flag, parse_positive
 from metainfer.core.errors import UserError
 from metainfer.core.ranges import require_least
@@ -126,7 +126,7 @@ def run(terminal: Terminal, options: TuneOptions) -> int:
     from metainfer.hardware.probe import probe
     from metainfer.kernels import tune_record
     from metainfer.kernels.platform import platform
-    from metainfer.kernels.tune_run import Place, tune
+    from metainfer.kernels.tune_run import Place, Workers, tune
     from metainfer.kernels.tuned import key_of
 
     plan = _plan_of(options)
@@ -148,6 +148,10 @@ def run(terminal: Terminal, options: TuneOptions) -> int:
         subject.conditions.caches,
         subject.conditions.threads,
     )
+    memory_bytes = memory_for(machine, on.device, None)
+    workers = Workers()
+    if on.device == "cuda":
+        workers = Workers(usual_workers(machine, memory_bytes), memory_bytes)
     origin = provenance()
     found: list[Finding] = []
     unkept: dict[str, None] = {}
@@ -162,7 +166,7 @@ def run(terminal: Terminal, options: TuneOptions) -> int:
     terminal.say(f"{format_count(len(works))} operations on {on.name} as {on.target}")
     with terminal.progress("tuned", "steps") as progress:
         try:
-            left = tune(place, works, Solo(), kept, progress.update, options.budget_s)
+            left = tune(place, works, Solo(), kept, progress.update, options.budget_s, workers)
         except KeyboardInterrupt:
             where = "is kept" if not unkept else f"is lost: {next(iter(unkept))}"
             terminal.say(f"interrupted; what was found of {len(found)} operations {where}")

@@ -6,10 +6,23 @@ from __future__ import annotations
 import errno
 import resource
 from pathlib import Path
+from typing import Any
 
 import torch
 
 _WORDS = ("can't allocate memory", "not enough memory", "bad_alloc", "can't start new thread")
+
+
+class NoRoomError(Exception):
+    """Memory did not suffice for a check.
+
+    Attributes:
+        outcome: of the check, if nothing is done about it.
+    """
+
+    def __init__(self, outcome: Any) -> None:
+        super().__init__(outcome)
+        self.outcome = outcome
 
 
 def bound_memory(device: str, most_bytes: int) -> None:

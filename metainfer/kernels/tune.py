@@ -20,6 +20,7 @@ from metainfer.kernels.compare import Poisoned, changed, compare, run
 from metainfer.kernels.inputs.base import Call
 from metainfer.kernels.inputs.load import LOADED
 from metainfer.kernels.inputs.series import draw_one, draw_series
+from metainfer.kernels.memory_bound import NoRoomError, is_out_of_memory
 from metainfer.kernels.platform import Platform
 from metainfer.kernels.registry import Registry
 from metainfer.kernels.timing import Stopwatch, Timed
@@ -144,7 +145,7 @@ class Bench:
         self._expected: tuple[Any, dict[Load, tuple[Any, ...]]] = (None, {})
 
     def problem(self, work: Work, candidate: str) -> str:
-        """What is wrong with a candidate at any load; "" for nothing. Does not raise."""
+        """What is wrong with a candidate at any load; "" for nothing. Raises NoRoomError alone."""
         try:
             for rows, loads in work.loads.items():
                 if not self._differs(work, candidate, rows):
@@ -154,7 +155,10 @@ class Bench:
                     if found:
                         return f"{found} ({load.rows} rows, {load.tokens} tokens)"
         except Exception as error:  # whatever a kernel raises is what is to be reported
-            return f"{type(error).__name__}: {first_line(error)}"
+            said = f"{type(error).__name__}: {first_line(error)}"
+            if is_out_of_memory(error):
+                raise NoRoomError(said) from error
+            return said
         return ""
 
     def _compared(self, work: Work, candidate: str, load: Load) -> str:

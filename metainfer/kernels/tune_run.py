@@ -1,7 +1,9 @@
-"""A run of tuning: pieces of work in a process of their own, findings as they come, agreed over
+"""A run of tuning: pieces of work in processes of their own, findings as they come, agreed over
 ranks.
 
-A candidate that crashes its process, or hangs, is bad; another process goes on behind it.
+A candidate that crashes its process, or hangs, is bad; another process goes on behind it. On a GPU
+several processes check at once, since most of a check is compiling; what passed is timed behind
+them, with nothing beside it.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Protocol, TypeVar
 
+from metainfer.kernels.memory_bound import NoRoomError, bound_memory
 from metainfer.kernels.processes import Numbered, in_processes, require_a_sound_device
 from metainfer.kernels.tune import Bench, TimedRows, Work, settle
 from metainfer.kernels.tuned import Key, key_of
@@ -47,6 +50,19 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
+class Workers:
+    """Processes that check at once.
+
+    Attributes:
+        memory_bytes: of the device, that all may take together; each has its share, and a check
+            that needs more is made alone when the others are done. None: no bound.
+    """
+
+    count: int = 1
+    memory_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Finding:
     """What was found of one operation at one case.
 
@@ -76,26 +92,27 @@ def tune(
     on_findings: Callable[[Sequence[Finding]], None],
     on_progress: Callable[[int, int], None],
     budget_s: float | None = None,
+    workers: Workers = Workers(),
 ) -> int:
     """Check and time the candidates of all works, which are the same on every rank.
 
     Args:
         on_findings: told what all ranks agreed on: after each work where there is one rank, else
             at the end.
-        budget_s: no piece is begun after it.
+        budget_s: no piece is begun after it; several workers check for half of it at most.
 
     Returns how many works the time did not reach.
     """
     until_s = None if budget_s is None else time.monotonic() + budget_s
     pieces: list[Numbered] = list(enumerate(_pieces(works)))
     found: list[Finding] = []
-    done = 0
+    left = dict(pieces)
 
     def told(number: int, result: Any) -> None:
-        nonlocal done
-        done += 1
-        on_progress(done, len(pieces))
-        piece: _Piece = pieces[number][1]
+        if result is None:  # it has room when it is alone
+            return
+        piece: _Piece = left.pop(number)
+        on_progress(len(pieces) - len(left), len(pieces))
         work = piece.work
         if piece.candidate:
             if result:
@@ -107,7 +124,16 @@ def tune(
         if ranks.size == 1:
             on_findings(agreed(ranks, [finding]))
 
-    in_processes(_work, place, [pieces], told, told, until_s, _LONGEST_PIECE_S)
+    if workers.count > 1:
+        checked_s = None if budget_s is None else time.monotonic() + budget_s / 2
+        shares = _shares(pieces, workers.count)
+        share_bytes = (
+            None if workers.memory_bytes is None else workers.memory_bytes // workers.count
+        )
+        common = (place, share_bytes, True)
+        in_processes(_work, common, shares, told, told, checked_s, _LONGEST_PIECE_S)
+    common = (place, workers.memory_bytes, False)
+    in_processes(_work, common, [list(left.items())], told, told, until_s, _LONGEST_PIECE_S)
     if ranks.size > 1:
         on_findings(agreed(ranks, found))
     return len(works) - len(found)
@@ -119,22 +145,50 @@ def _pieces(works: Iterable[Work]) -> Iterable[_Piece]:
             yield _Piece(work, candidate)
 
 
-def _work(connection: Connection, place: Place, pieces: Sequence[Numbered]) -> None:
+def _shares(pieces: Iterable[Numbered], count: int) -> list[list[Numbered]]:
+    """The checks; those of one work, which are held against the same results, in one share."""
+    shares: list[list[Numbered]] = [[] for _ in range(count)]
+    place = 0
+    for numbered in pieces:
+        if numbered[1].candidate:
+            shares[place % count].append(numbered)
+        else:
+            place += 1
+    return shares
+
+
+def _work(
+    connection: Connection, common: tuple[Place, int | None, bool], pieces: Sequence[Numbered]
+) -> None:
+    """Sends the result of each piece, or None of a check for which a share of the memory did not
+    suffice.
+
+    Args:
+        common: (where, bytes that this process may take, whether others take theirs meanwhile).
+    """
     from metainfer.kernels.platform import platform
 
+    place, most_bytes, shared = common
     on = platform(place.device)
     settle(on.device, place.threads)
+    if most_bytes is not None:
+        bound_memory(on.device, most_bytes)
     bench = Bench(on, place.seed, place.cache_dtype)
     for number, piece in pieces:
-        connection.send((number, _done(bench, piece)))
+        connection.send((number, _done(bench, piece, shared)))
         require_a_sound_device(on.device)
 
 
-def _done(bench: Bench, piece: _Piece) -> Any:
+def _done(bench: Bench, piece: _Piece, shared: bool) -> Any:
     """The problem of a candidate, the times of all, or why there are none."""
     work = piece.work
     if piece.candidate:
-        problem = bench.problem(work, piece.candidate)
+        try:
+            problem = bench.problem(work, piece.candidate)
+        except NoRoomError as error:
+            if shared:
+                return None
+            problem = error.outcome
         if problem:
             # Pieces of a work share it in this process too.
             work.bad[piece.candidate] = problem

@@ -18,7 +18,7 @@ from metainfer.core.errors import UserError, first_line
 from metainfer.kernels.compare import Comparison, Poisoned, changed, compare, run
 from metainfer.kernels.inputs.base import Call
 from metainfer.kernels.inputs.series import draw_one, draw_series
-from metainfer.kernels.memory_bound import is_out_of_memory
+from metainfer.kernels.memory_bound import NoRoomError, is_out_of_memory
 from metainfer.kernels.platform import Platform
 from metainfer.kernels.timing import Stopwatch, measure_rates
 from metainfer.kernels.verify_run import Check, Outcome, Sizes
@@ -48,18 +48,6 @@ def checks_of(uses: Sequence[tuple[str, Any, str]], sizes: Sizes, longest: int) 
                 cost = OPS[op].cost(case, load)
                 found.setdefault((op, case, (load.rows, cost)), Check(op, case, phase, load))
     return list(found.values())
-
-
-class NoRoomError(Exception):
-    """Memory did not suffice for a check.
-
-    Attributes:
-        outcome: of the check, if nothing is done about it.
-    """
-
-    def __init__(self, outcome: Outcome) -> None:
-        super().__init__(outcome.problem)
-        self.outcome = outcome
 
 
 def check(on: Platform, one: Check, order: str, seed: int, cache_dtype: str = "") -> Outcome:

@@ -203,9 +203,9 @@ def _compare(
     connection: Connection, common: tuple[Where, Room], checks: Sequence[Numbered]
 ) -> None:
     """Sends the outcome of each check, or None where a share of the memory did not suffice."""
-    from metainfer.kernels.memory_bound import bound_memory
+    from metainfer.kernels.memory_bound import NoRoomError, bound_memory
     from metainfer.kernels.platform import platform
-    from metainfer.kernels.verify import NoRoomError, check
+    from metainfer.kernels.verify import check
 
     where, room = common
     on = platform(where.named or where.device, where.code_for)

@@ -19,13 +19,14 @@ from metainfer.comm.group import Solo
 from metainfer.hardware.probe import probe
 from metainfer.kernels import tune, tune_record, tune_run, verify_record
 from metainfer.kernels.builtin import builtin_registry
+from metainfer.kernels.memory_bound import NoRoomError
 from metainfer.kernels.platform import Platform
 from metainfer.kernels.reference import BACKENDS as REFERENCE_BACKENDS
 from metainfer.kernels.reference.norm import rms_norm
 from metainfer.kernels.registry import Backend, Registry, Variant, no
 from metainfer.kernels.tune import Bench, TimedRows, TuneSizes, Work, in_turns, works_of
 from metainfer.kernels.tune_record import Found, find
-from metainfer.kernels.tune_run import Finding, Place, agreed
+from metainfer.kernels.tune_run import Finding, Place, Workers, agreed
 from metainfer.kernels.tuned import NOT_TUNED
 from metainfer.llm.engine import load_model
 from metainfer.ops.base import Load, Target
@@ -216,6 +217,43 @@ def test_several_ranks_agree_once_at_the_end(monkeypatch: pytest.MonkeyPatch) ->
     assert first == second
     assert first[0].bad == (("cpu", "off by nan"),)
     assert first[0].sizes == ()
+
+
+def test_several_workers_check_and_what_needs_more_memory_is_checked_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shared: list[tuple[str, int | None, bool]] = []
+
+    class Crowded(Bench):
+        def problem(self, work: Work, candidate: str) -> str:
+            shared.append((candidate, *bounds[-1]))
+            if candidate == "native" and bounds[-1][1]:
+                raise NoRoomError("OutOfMemoryError: too little")
+            return super().problem(work, candidate)
+
+    bounds: list[tuple[int | None, bool]] = []
+    in_this_process = here()
+
+    def noting(do: Any, common: Any, shares: Any, *told: Any) -> None:
+        bounds.append(common[1:])
+        in_this_process(do, (common[0], None, common[2]), shares, *told)
+
+    monkeypatch.setattr(tune_run, "in_processes", noting)
+    monkeypatch.setattr(tune_run, "Bench", Crowded)
+    monkeypatch.setattr(tune, "_LEAST_ROUNDS", 1)
+    works = [work("cpu", "native", rows=(1,)), work("cpu", rows=(2,))]
+    found: list[Finding] = []
+    steps: list[tuple[int, int]] = []
+    left = tune_run.tune(
+        Place("cpu", 5, "", 1), works, Solo(), found.extend, lambda *step: steps.append(step),
+        workers=Workers(2, 1000),
+    )  # fmt: skip
+    assert (left, steps) == (0, [(done, 5) for done in range(1, 6)])
+    assert bounds == [(500, True), (1000, False)]
+    assert shared == [
+        ("cpu", 500, True), ("native", 500, True), ("cpu", 500, True), ("native", 1000, False),
+    ]  # fmt: skip
+    assert [set(one.sizes[0].seconds) for one in found] == [{"cpu", "native"}, {"cpu"}]
 
 
 def test_a_group_of_one_rank_talks_to_itself() -> None:
