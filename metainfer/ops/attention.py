@@ -224,15 +224,15 @@ _SMALL_DECODE = (
     AttentionCase(2, 512, 8, 4, 6, window_format="v4_fp8", entry_format="v4_fp8", lse=True),
     AttentionCase(2, 512, 8, ratio=2, topk=6, window_format="v41_fp8", entry_format="v41_fp4"),
     AttentionCase(20, 512, 0, 1, 6, rope_extra=64, entry_format="mla_fp8", sink=False),
-    # Whole groups of heads.
-    AttentionCase(64, 512, 8, 4, 6, window_format="v4_fp8", entry_format="v4_fp8"),
-    AttentionCase(64, 512, 8, ratio=4, topk=6, lse=True),
     # Channels that are no part of the value, beside few heads and beside whole groups.
     AttentionCase(8, 512, 0, 1, 6, rope_extra=64, entry_format="mla_fp8", lse=True, sink=False),
     AttentionCase(64, 512, 0, 1, 6, rope_extra=64, entry_format="mla_fp8", lse=True, sink=False),
     # A shard, and two formats in one call.
     replace(_kept(AttentionCase(32, 512, 4, 4, 6), "v4_fp8", "v4_fp8"), lse=True, sink=False),
     _kept(AttentionCase(64, 512, 8, 2, 6), "v41_fp8", "v41_fp4"),
+    # Whole groups of heads.
+    AttentionCase(64, 512, 8, 4, 6, window_format="v4_fp8", entry_format="v4_fp8"),
+    AttentionCase(64, 512, 8, ratio=4, topk=6, lse=True),
 )
 _SMALL_MERGE = (MergeCase(3, 24, dtype="float32"), MergeCase(2, 64))
 
