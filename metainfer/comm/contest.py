@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,8 +19,11 @@ from metainfer.comm.group import Group, sum_in_order
 from metainfer.comm.host_memory import HostMemoryGroup
 from metainfer.comm.library import LibraryGroup
 from metainfer.comm.payload import small_numbers
+from metainfer.comm.transport_group import TransportGroup
 from metainfer.comm.wire import wire_of
-from metainfer.plan.ways import SHARED
+from metainfer.hardware.curves import NCCL
+from metainfer.plan.foretold import NCCL_SUMMED, ONE_KERNEL
+from metainfer.plan.ways import ONE_SHOT, SHARED, TWO_SHOT
 from metainfer.plan.wires import BLOCK, PLAIN
 
 _LARGEST = 7.0  # of `small_numbers`
@@ -80,19 +83,56 @@ def contenders_on_cpus(
     for wire in wires:
         for name in ALL_REDUCES:
             if refusal(name, shared.size, wire_of(wire, row)) is None:
-                found.append(_summing(shared, name, wire))
+                found.append(_summing(shared, name, wire, name))
         run = partial(shared.reduce_scatter_by, wire=wire)
         found.append(Contender(_named(SHARED, wire), "reduce_scatter", run, wire))
     found += _moving(shared, SHARED)
     if library is not None:
         for wire in wires:
-            found += _summing_by_library(library, wire)
+            found += _summing_by_library(library, wire, "gloo, summed here", "gloo")
         run = partial(library.all_reduce_by, False)
         found += [Contender("gloo", "all_reduce", run, ordered=False), *_moving(library, "gloo")]
     return found
 
 
-def _moving(group: Group, name: str) -> list[Contender]:
+def contenders_on_gpus(
+    library: LibraryGroup,
+    by_means: Mapping[str, TransportGroup],
+    kernels: Mapping[str, TransportGroup],
+    wires: Iterable[str] = (PLAIN,),
+) -> list[Contender]:
+    """What ranks with GPUs can do.
+
+    Args:
+        library: NCCL.
+        by_means: groups whose bytes move so, for prefill.
+        kernels: groups whose sums of decode are made in one kernel, by its means.
+    """
+    wires = tuple(wires)
+    found = []
+    for means, group in by_means.items():
+        direct = f"direct by {means}"
+        for wire in wires:
+            for name in (ONE_SHOT, TWO_SHOT):
+                found.append(_summing(group, name, wire, f"{name} by {means}"))
+            run = partial(group.reduce_scatter_by, wire=wire)
+            found.append(Contender(_named(direct, wire), "reduce_scatter", run, wire))
+        found += _moving(group, direct)
+    for means, group in kernels.items():
+        found.append(Contender(f"{ONE_KERNEL} by {means}", "all_reduce", group.all_reduce))
+    for wire in wires:
+        found += _summing_by_library(library, wire, NCCL_SUMMED, NCCL_SUMMED)
+        # Where nothing else is known. What travels in 8 bits is summed here in any case.
+        sums = partial(library.all_reduce_by, False, wire=wire)
+        parts = partial(library.reduce_scatter_by, False, wire=wire)
+        found += [
+            Contender(_named(NCCL, wire), "all_reduce", sums, wire, ordered=wire != PLAIN),
+            Contender(_named(NCCL, wire), "reduce_scatter", parts, wire, ordered=wire != PLAIN),
+        ]
+    return [*found, *_moving(library, NCCL)]
+
+
+def _moving(group: TransportGroup | LibraryGroup, name: str) -> list[Contender]:
     """What moves bytes as they are."""
     return [
         Contender(name, "all_gather", group.all_gather),
@@ -100,19 +140,20 @@ def _moving(group: Group, name: str) -> list[Contender]:
     ]
 
 
-def _summing(group: HostMemoryGroup, name: str, wire: str) -> Contender:
+def _summing(group: TransportGroup, algorithm: str, wire: str, name: str) -> Contender:
     def run(tensor: torch.Tensor) -> torch.Tensor:
-        return group.all_reduce_by(name, tensor, wire)
+        return group.all_reduce_by(algorithm, tensor, wire)
 
     return Contender(_named(name, wire), "all_reduce", run, wire)
 
 
-def _summing_by_library(group: LibraryGroup, wire: str) -> list[Contender]:
+def _summing_by_library(group: LibraryGroup, wire: str, whole: str, part: str) -> list[Contender]:
+    """In the order of ranks; `whole`, `part`: names of an all_reduce and a reduce_scatter."""
     sums = partial(group.all_reduce_by, True, wire=wire)
     parts = partial(group.reduce_scatter_by, True, wire=wire)
     return [
-        Contender(_named("gloo, summed here", wire), "all_reduce", sums, wire),
-        Contender(_named("gloo", wire), "reduce_scatter", parts, wire),
+        Contender(_named(whole, wire), "all_reduce", sums, wire),
+        Contender(_named(part, wire), "reduce_scatter", parts, wire),
     ]
 
 
@@ -192,15 +233,18 @@ def _sample(group: Group, contender: Contender, given: torch.Tensor, calls: int)
     return group.broadcast(max(group.gather(taken) or [0.0]))
 
 
-def problem(group: Group, contender: Contender, size: int, number: int) -> str:
+def problem(
+    group: Group, contender: Contender, size: int, number: int, device: torch.device
+) -> str:
     """What is wrong with what a way brings of tensors of `size` bytes; "" for nothing. All ranks
     call it, and are told the same.
 
     Args:
         number: of the payload, for which any will do.
+        device: of tensors.
     """
     given = _given(rounded_up(size, group.size), group.rank, number)
-    return _problem(group, contender, given, number)
+    return _problem(group, contender, given.to(device), number)
 
 
 def _given(size: int, rank: int, number: int) -> torch.Tensor:
@@ -210,7 +254,7 @@ def _given(size: int, rank: int, number: int) -> torch.Tensor:
 
 def _problem(group: Group, contender: Contender, given: torch.Tensor, number: int) -> str:
     """What was wrong with what arrived, on the first rank where something was; "" for nothing."""
-    found = contender.run(given.clone())
+    found = contender.run(given.clone()).cpu()
     why = _difference(group, contender, given, number, found)
     told = group.gather((why, zlib.crc32(found.contiguous().view(torch.uint8).numpy().tobytes())))
     verdict = ""

@@ -22,12 +22,12 @@ from metainfer.comm.watch import Watch, Watchdog
 from metainfer.comm.wire import Wire, wire_of
 from metainfer.comm.world import World, join
 from metainfer.core.errors import MetainferError
+from metainfer.plan.foretold import GATHERED_UP_TO_BYTES
 from metainfer.plan.routes import DECODE, PREFILL
 from metainfer.plan.wires import PLAIN
 
 GLOO, NCCL = "gloo", "nccl"
 _LOOPBACK = "127.0.0.1"
-_GATHERED_UP_TO_BYTES = 64 * 1024
 _CAUSE_S = 1.0  # for the end of a process to be seen behind the error that it made
 
 
@@ -99,7 +99,7 @@ class LibraryGroup(ProcessGroup):
             if not own_sums and wire == PLAIN:
                 self._wait(self._moves.allreduce([partial]))
                 return partial
-            if partial.nbytes <= _GATHERED_UP_TO_BYTES:
+            if partial.nbytes <= GATHERED_UP_TO_BYTES:
                 return self._sum_of_all(partial, form)
             return self._sum_of_parts(partial, form)
 

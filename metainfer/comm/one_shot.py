@@ -20,8 +20,8 @@ from metainfer.comm.one_shot_kernel import (
 from metainfer.comm.queue import Queue
 from metainfer.core.errors import MetainferError
 from metainfer.kernels.triton.launch import Launcher
+from metainfer.plan.foretold import ONE_KERNEL_BYTES
 
-SLOT_BYTES = 256 * 1024
 _LOOKS_PER_S = 1_000_000  # at a flag, at least
 _MOST_LOOKS = 2**31 - 1
 _DTYPES = (torch.bfloat16, torch.float32)
@@ -35,7 +35,7 @@ class OneShot:
 
     def __init__(
         self, queue: Queue, launch: Launcher, host: HostMemoryGroup, *, push: bool,
-        deadline_s: float, slot_bytes: int = SLOT_BYTES,
+        deadline_s: float, slot_bytes: int = ONE_KERNEL_BYTES,
     ) -> None:  # fmt: skip
         """All members call it.
 

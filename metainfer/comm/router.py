@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
 
-from metainfer.comm.contest import Contender, Point, contenders_on_cpus, problem, way_of
+from metainfer.comm import library
+from metainfer.comm.carriers import Carriers, CpuCarriers, Devices, GpuCarriers
+from metainfer.comm.contest import Contender, Point, problem, way_of
+from metainfer.comm.device_memory import MEANS
 from metainfer.comm.group import GroupError
-from metainfer.comm.host_memory import HostMemoryGroup, join_host_memory
+from metainfer.comm.host_memory import join_host_memory
 from metainfer.comm.library import GLOO, LibraryGroup, join_library
+from metainfer.comm.queue import Queue
 from metainfer.comm.world import World, join
 from metainfer.core.units import format_bytes
+from metainfer.hardware.curves import LOAD, NCCL, STORE
+from metainfer.kernels.triton.launch import Launcher
 from metainfer.plan.comm_record import Way
-from metainfer.plan.routes import DECODE, PREFILL, Rival, Router
-from metainfer.plan.ways import SUMS
+from metainfer.plan.foretold import ONE_KERNEL
+from metainfer.plan.routes import DECODE, PREFILL, SUMS, Rival, Router
 from metainfer.plan.wires import PLAIN
 
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 _VERIFIED_BYTES = 2**20  # at most: what is sent in many pieces is verified where it is measured
 
@@ -41,50 +49,23 @@ def ways_of(points: Sequence[Point]) -> list[Way]:
     return [Way(operation, wire, rival) for (operation, wire, _), rival in found.items()]
 
 
-@dataclass(frozen=True, slots=True)
-class CpuCarriers:
-    """What can carry the collectives of ranks on CPUs.
-
-    Attributes:
-        base: for what has no route: sends, objects, groups of other sizes.
-        library: gloo, where a route takes it.
-    """
-
-    base: HostMemoryGroup
-    library: LibraryGroup | None = None
-
-    def contenders(self) -> list[Contender]:
-        return contenders_on_cpus(self.base, self.library, dict.fromkeys((PLAIN, self.base.wire)))
-
-    def part(self, ranks: Sequence[int], least: int) -> CpuCarriers:
-        """`least`: ranks of groups that have routes; smaller ones need no library."""
-        library = self.library
-        if library is not None:
-            library = library.part(ranks) if len(ranks) >= least else None
-        return CpuCarriers(self.base.part(ranks), library)
-
-    def close(self) -> None:
-        if self.library is not None:
-            self.library.close()
-        self.base.close()
-
-
 class RoutedGroup:
     """A group whose operations take the ways that a router chose (`comm.group.Group`). Groups of
     another number of ranks than the routes are for take those of their carrier."""
 
-    def __init__(self, carriers: CpuCarriers, router: Router, ranks: int) -> None:
+    def __init__(self, carriers: Carriers, router: Router, ranks: int) -> None:
         """All ranks call it.
 
         Args:
             ranks: of a group that the routes are for.
 
-        Raises GroupError: a way that was chosen brings wrong data.
+        Raises GroupError: a way that was chosen brings wrong data, and nothing stands in for it.
         """
         base = carriers.base
         self.rank, self.size, self.wire = base.rank, base.size, base.wire
         self._base, self._carriers, self._router, self._ranks = base, carriers, router, ranks
         self._ways: dict[tuple[str, str, str], Contender] = {}
+        self._wrong: set[tuple[str, str, str]] = set()
         if base.size == ranks:
             self._ways = {
                 (one.operation, way_of(one.name, one.wire), one.wire): one
@@ -93,20 +74,28 @@ class RoutedGroup:
             self._verify()
 
     def _verify(self) -> None:
-        seen: set[str] = set()
+        """Of each way that was chosen, at the largest size that it is chosen for, within bounds."""
+        seen: set[tuple[str, str, str]] = set()
         for (operation, phase), route in self._router.routes.items():
             for number, step in enumerate(route.steps):
-                way = self._way(operation, step.name, phase)
-                if way.operation + way.name in seen:
+                key = operation, step.name, self._wire_of(operation, phase)
+                if key in seen:
                     continue
-                seen.add(way.operation + way.name)
+                seen.add(key)
                 size = min(step.up_to or _VERIFIED_BYTES, _VERIFIED_BYTES)
-                wrong = problem(self._base, way, size, number)
+                wrong = problem(self._base, self._way(*key), size, number, self._base.device)
                 if wrong:
-                    raise GroupError(
-                        f"{operation} by {way.name} brings wrong data at {format_bytes(size)}:"
-                        f" {wrong}"
-                    )
+                    self._leave(key, f"brings wrong data at {format_bytes(size)}: {wrong}")
+
+    def _leave(self, key: tuple[str, str, str], why: str) -> None:
+        operation, name, wire = key
+        told = f"{operation} by {name}{_travels(wire)} {why}"
+        fallback = self._carriers.fallback
+        if not fallback or fallback == name:
+            raise GroupError(told)
+        self._wrong.add(key)
+        if self.rank == 0:
+            _log.warning("%s; %s stands in for it", told, fallback)
 
     def all_reduce(self, partial: torch.Tensor, phase: str = DECODE) -> torch.Tensor:
         if not self._ways:
@@ -151,15 +140,22 @@ class RoutedGroup:
 
     def _run(self, operation: str, tensor: torch.Tensor, phase: str) -> torch.Tensor:
         name = self._router.choose(operation, tensor.nbytes, phase)
-        return self._way(operation, name, phase).run(tensor)
+        return self._way(operation, name, self._wire_of(operation, phase)).run(tensor)
 
-    def _way(self, operation: str, name: str, phase: str) -> Contender:
-        wire = self.wire if operation in SUMS and phase == PREFILL else PLAIN
+    def _wire_of(self, operation: str, phase: str) -> str:
+        return self.wire if operation in SUMS and phase == PREFILL else PLAIN
+
+    def _way(self, operation: str, name: str, wire: str) -> Contender:
+        if (operation, name, wire) in self._wrong:
+            name = self._carriers.fallback
         try:
             return self._ways[operation, name, wire]
         except KeyError:
-            travels = "" if wire == PLAIN else f" in {wire}"
-            raise GroupError(f"there is no {name} for {operation}{travels} here") from None
+            raise GroupError(f"there is no {name} for {operation}{_travels(wire)} here") from None
+
+
+def _travels(wire: str) -> str:
+    return "" if wire == PLAIN else f" in {wire}"
 
 
 def join_routed(world: World, rank: int, router: Router, ranks: int, wire: str) -> RoutedGroup:
@@ -173,11 +169,45 @@ def join_routed(world: World, rank: int, router: Router, ranks: int, wire: str) 
     """
     watch = join(world, rank)
     base = join_host_memory(world, rank, watch=watch, wire=wire)
-    library = None
+    gloo = None
     if any(name.startswith(GLOO) for name in _names(router)):
-        library = join_library(world, rank, GLOO, watch=watch, wire=wire)
-    return RoutedGroup(CpuCarriers(base, library), router, ranks)
+        gloo = join_library(world, rank, GLOO, watch=watch, wire=wire)
+    return RoutedGroup(CpuCarriers(base, gloo), router, ranks)
 
 
-def _names(router: Router) -> Iterable[str]:
-    return (step.name for route in router.routes.values() for step in route.steps)
+def join_routed_gpus(
+    world: World,
+    rank: int,
+    router: Router,
+    ranks: int,
+    wire: str,
+    queue: Callable[[], Queue],
+    launch: Callable[[], Launcher],
+    moves: str = library.NCCL,
+) -> RoutedGroup | LibraryGroup:
+    """The same of GPUs: NCCL alone where no route takes anything else.
+
+    Args:
+        queue: makes that of this rank's GPU.
+        launch: makes what starts kernels there.
+        moves: the library in NCCL's place.
+
+    Raises MetainferError: a GPU does not reach another's memory.
+    """
+    names = _names(router)
+    watch = join(world, rank)
+    # What NCCL sums is the same on all ranks too, and it sums faster than it gathers.
+    base = join_library(world, rank, moves, watch=watch, own_sums=False, wire=wire)
+    if names <= {NCCL}:
+        return base
+    kernels = tuple(m for m in (STORE, LOAD) if f"{ONE_KERNEL} by {m}" in names)
+    others = [name for name in names if not name.startswith(ONE_KERNEL)]
+    means = tuple(m for m in MEANS if any(name.endswith(f" by {m}") for name in others))
+    host = join_host_memory(world, rank, watch=watch)
+    devices = Devices(queue(), watch, means, kernels, launch())
+    return RoutedGroup(GpuCarriers(base, host, devices), router, ranks)
+
+
+def _names(router: Router) -> set[str]:
+    """Of all ways that are chosen."""
+    return {step.name for route in router.routes.values() for step in route.steps}

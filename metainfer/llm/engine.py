@@ -23,6 +23,7 @@ from metainfer.core.events import EngineEvent
 from metainfer.core.units import format_seconds
 from metainfer.hardware.device_names import gpu_number
 from metainfer.hardware.machine import Machine
+from metainfer.hardware.measured import with_measured
 from metainfer.hardware.probe import probe
 from metainfer.kernels.builtin import builtin_registry
 from metainfer.kernels.gpu.compilations import Compilations
@@ -262,7 +263,7 @@ def load_model(
     arch = read_arch(directory, settings.hf_overrides)
     compilations = Compilations()
     launch = launcher(settings.code_for, compilations)
-    machine, registry = probe(), builtin_registry(launch)
+    machine, registry = with_measured(probe()), builtin_registry(launch)
     settled = settle(settings, arch, machine)
     settings = settled.settings
     for sentence in settled.warnings:

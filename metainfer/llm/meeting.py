@@ -8,11 +8,13 @@ from typing import TypeVar
 
 import torch
 
+from metainfer.comm.device_queue import CudaQueue
 from metainfer.comm.group import Aborted, check_part
 from metainfer.comm.library import join_library
-from metainfer.comm.router import join_routed
+from metainfer.comm.router import join_routed, join_routed_gpus
 from metainfer.comm.world import World
 from metainfer.core.errors import MetainferError
+from metainfer.kernels.triton.launch import JitLauncher
 from metainfer.llm.rank_orders import Abortable
 from metainfer.plan.plan import Plan
 from metainfer.plan.ranks import HOST_MEMORY, NCCL, NONE
@@ -141,6 +143,10 @@ class HostMeeting:
         if self.carried == HOST_MEMORY:
             router = Router([]) if self.ways == NONE else Router.of_words(self.ways)
             return join_routed(self.world, rank, router, self.ranks, self.wire)
-        # What NCCL sums is the same on all ranks too, and it sums faster than it gathers.
+        if self.carried == NCCL and self.ways != NONE:
+            router = Router.of_words(self.ways)
+            return join_routed_gpus(
+                self.world, rank, router, self.ranks, self.wire, CudaQueue, JitLauncher
+            )
         own_sums = self.carried != NCCL
         return join_library(self.world, rank, self.carried, own_sums=own_sums, wire=self.wire)

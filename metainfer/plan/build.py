@@ -160,7 +160,7 @@ def build_plan(
         pipeline_parallel_size=stages,
         collectives=carried,
         collective_ways=collective_ways(
-            machine, carried.value, ranks.value, threads.value, wire.value
+            machine, carried.value, ranks.value, threads.value, wire.value, fixed.gpu
         ),
         wire_dtype=wire,
         max_model_len=sizes.max_model_len,

@@ -1,24 +1,28 @@
 """Ways: how the ranks of a stage do each collective, as the plan says it.
 
-By what `bench comm` measured of so many ranks here; where nothing was measured, by bytes alone.
+By what was measured here: on CPUs of so many ranks, by `bench comm`; on GPUs of their links, by
+`probe --measure`. Where nothing was, by bytes alone, or as NCCL does it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from metainfer.core.errors import MetainferError
 from metainfer.core.units import format_bytes, format_seconds
+from metainfer.hardware.curves import NCCL
 from metainfer.hardware.machine import Machine
 from metainfer.plan.comm_record import Compared, read
+from metainfer.plan.foretold import ONE_KERNEL, ONE_KERNEL_BYTES, foretold
 from metainfer.plan.plan import Origin, Value
 from metainfer.plan.ranks import HOST_MEMORY, NONE
-from metainfer.plan.routes import OPERATIONS, PHASES, PREFILL, Route, Router, Step, route
-from metainfer.plan.wires import PLAIN
+from metainfer.plan.routes import OPERATIONS, PHASES, PREFILL, SUMS, Route, Router, Step, route
+from metainfer.plan.wires import BLOCK, PLAIN
 
 ONE_SHOT, TWO_SHOT, SHARED = "one-shot", "two-shot", "shared memory"
 ONE_SHOT_UP_TO_BYTES = 64 * 1024
-NAMED_NCCL = "NCCL"
-SUMS = ("all_reduce", "reduce_scatter")
-"""What travels in a wire."""
+_BYTES_OF_BF16 = (BLOCK + 4) / (2 * BLOCK)  # that travel in 8 bits, with a scale for each block
 
 
 def by_bytes(operation: str) -> tuple[Step, ...]:
@@ -34,7 +38,7 @@ def way_by_bytes(operation: str, size: int) -> str:
 
 
 def collective_ways(
-    machine: Machine, carried: str, ranks: int, threads: int, wire: str
+    machine: Machine, carried: str, ranks: int, threads: int, wire: str, first_gpu: int = 0
 ) -> Value[str]:
     """As `Router.of_words` reads it; NONE where there is nobody to talk to.
 
@@ -43,13 +47,12 @@ def collective_ways(
         ranks: of a stage.
         threads: of each rank.
         wire: in which form sums of prefill travel.
+        first_gpu: of a stage's ranks, where they have GPUs.
     """
     if ranks == 1:
         return Value(NONE, Origin.DEFAULT, "no rank shares layers with another")
     if carried != HOST_MEMORY:
-        routes = [Route(one, phase, (Step(None, NAMED_NCCL),))
-                  for one in OPERATIONS for phase in PHASES]  # fmt: skip
-        return Value(Router(routes).words(), Origin.DEFAULT, "NCCL chooses by itself")
+        return _foretold(machine, range(first_gpu, first_gpu + ranks), wire)
     found = read(machine, ranks, threads)
     if isinstance(found, str):
         routes = [Route(one, phase, by_bytes(one)) for one in OPERATIONS for phase in PHASES]
@@ -75,6 +78,34 @@ def _measured(found: Compared, wire: str) -> Value[str]:
     if missing:
         reason += f"; by bytes alone: {', '.join(dict.fromkeys(missing))}, which it left out"
     return Value(Router(routes).words(), Origin.MEASURED, reason)
+
+
+def _foretold(machine: Machine, gpus: Sequence[int], wire: str) -> Value[str]:
+    """Of GPUs, by curves of their links."""
+    routes, plain = [], []
+    for operation in OPERATIONS:
+        for phase in PHASES:
+            coded = wire != PLAIN and phase == PREFILL and operation in SUMS
+            rivals = foretold(machine.curves, gpus, operation, _BYTES_OF_BF16 if coded else 1.0)
+            plain.append(Route(operation, phase, (Step(None, NCCL),)))
+            try:
+                routes.append(_bounded(route(operation, phase, rivals)))
+            except MetainferError:
+                routes.append(plain[-1])
+    told = "; ".join(dict.fromkeys(_times(route) for route in routes if _times(route)))
+    if not told:
+        reason = "NCCL chooses by itself; `metainfer probe --measure` did not measure these GPUs"
+        return Value(Router(plain).words(), Origin.DEFAULT, reason)
+    return Value(Router(routes).words(), Origin.MEASURED, f"by the curves of these GPUs: {told}")
+
+
+def _bounded(found: Route) -> Route:
+    """One kernel makes sums of few rows alone, whatever else was measured."""
+    last = found.steps[-1]
+    if not last.name.startswith(ONE_KERNEL):
+        return found
+    steps = (*found.steps[:-1], replace(last, up_to=ONE_KERNEL_BYTES), Step(None, NCCL))
+    return replace(found, steps=steps)
 
 
 def _times(route: Route) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -18,15 +18,19 @@ from metainfer.comm.contest import (
     measure_links,
     rounded_up,
 )
+from metainfer.comm.device_memory import DeviceGroup
 from metainfer.comm.group import Group, GroupError, sum_in_order
 from metainfer.comm.host_memory import HostMemoryGroup, join_host_memory
-from metainfer.comm.router import RoutedGroup, join_routed, ways_of
+from metainfer.comm.library import GLOO, LibraryGroup
+from metainfer.comm.router import RoutedGroup, join_routed, join_routed_gpus, ways_of
 from metainfer.comm.virtual import run_ranks, virtual_groups
 from metainfer.comm.world import World
 from metainfer.core.errors import MetainferError
 from metainfer.hardware.curves import ALL_TO_ALL, COPY, LOAD, MEASURED_HERE, NCCL, RING, Curve
+from metainfer.kernels.triton.launch import JitLauncher
 from metainfer.plan.foretold import foretold
 from metainfer.plan.routes import DECODE, PREFILL, Rival, Router, route
+from tests.fakes.cpu_queue import CpuQueue
 from tests.fakes.rank_bodies import numbers
 
 T = TypeVar("T")
@@ -247,9 +251,11 @@ def test_no_way_left_is_told_with_all_reasons() -> None:
         Router([]).choose("send", 1, DECODE)
 
 
-def _curve(means: str, operation: str, gpus: tuple[int, ...], per_s: float) -> Curve:
+def _curve(
+    means: str, operation: str, gpus: tuple[int, ...], per_s: float, start_s: float = 1e-5
+) -> Curve:
     sizes = (1024, 2**20)
-    seconds = tuple(1e-5 + size / per_s for size in sizes)
+    seconds = tuple(start_s + size / per_s for size in sizes)
     return Curve(means, operation, gpus, True, sizes, seconds, True, MEASURED_HERE)
 
 
@@ -259,23 +265,127 @@ def test_a_machine_foretells_by_its_links() -> None:
         _curve(LOAD, ALL_TO_ALL, four, 20e9),
         _curve(COPY, ALL_TO_ALL, four, 50e9),
         _curve(NCCL, "all_reduce", four, 5e9),
+        _curve(NCCL, "all_gather", four, 10e9, 4e-5),
+        _curve(NCCL, "reduce_scatter", four, 10e9, 4e-5),
         _curve(LOAD, RING, (0, 1), 30e9),
+        _curve(NCCL, "all_reduce", (0, 1), 5e9),
     ]
-    sizes = (1024, 2**18)
-    found = {rival.name: rival for rival in foretold(curves, four, "all_reduce", sizes)}
+    found = {rival.name: rival for rival in foretold(curves, four, "all_reduce")}
     assert list(found) == [
-        "NCCL", "one-shot by peer load", "two-shot by peer load", "one-shot by copy engine",
-        "two-shot by copy engine",
+        "NCCL", "NCCL, summed here", "one kernel by peer load", "one-shot by peer load",
+        "two-shot by peer load", "one-shot by copy engine", "two-shot by copy engine",
     ]  # fmt: skip
-    assert found["two-shot by peer load"].seconds[1] == pytest.approx(
+    place = found["two-shot by peer load"].bytes.index(2**18)
+    assert found["two-shot by peer load"].seconds[place] == pytest.approx(
         2 * (1e-5 + 0.75 * 2**18 / 20e9)
     )
+    assert found["NCCL, summed here"].seconds[place] == pytest.approx(8e-5 + 1.25 * 2**18 / 10e9)
+    assert found["one kernel by peer load"].bytes[-1] == 2**18
     decode = route("all_reduce", DECODE, list(found.values()))
-    assert decode.choose(1024) == "one-shot by peer load"
-    assert "NCCL" in dict(decode.refused)
+    assert decode.choose(1024) == "one kernel by peer load"
+    assert decode.choose(2**18 + 1) == "NCCL, summed here"
+    assert "NCCL" in dict(decode.refused)  # its sums are in an order of its own
     assert route("all_reduce", PREFILL, list(found.values())).choose(2**18).endswith("copy engine")
-    pair = foretold(curves, (0, 1), "all_gather", sizes)
+    coded = foretold(curves, four, "all_reduce", 0.5)
+    assert "NCCL" not in [rival.name for rival in coded]
+    assert coded[1].seconds[place] == pytest.approx(1e-5 + 3 * 2**17 / 20e9)
+    pair = foretold(curves, (0, 1), "all_gather")
     assert [rival.name for rival in pair] == ["direct by peer load"]
+    assert foretold(curves, (0, 1), "all_reduce")[0].ordered  # two numbers have one order
+
+
+WAYS_OF_GPUS = (
+    "all_reduce in decode: NCCL, summed here; all_reduce in prefill: one-shot by host staged to"
+    " 4096, then two-shot by copy engine; all_gather in decode: NCCL; all_gather in prefill: direct"
+    " by copy engine; reduce_scatter in decode: NCCL; reduce_scatter in prefill: direct by host"
+    " staged; all_to_all: NCCL"
+)
+
+
+@pytest.mark.parametrize("wire", ["plain", "int8"])
+def test_gpus_take_ways_that_differ_from_size_to_size(wire: str) -> None:
+    """Queues are simulated, and gloo is in NCCL's place. Groups of half the ranks have routes."""
+    parts = [numbers(rank, (40, 128), torch.bfloat16) for rank in range(4)]
+    queues = [CpuQueue() for _ in parts]
+    world = World(4, deadline_s=20.0, piece_bytes=2**16)
+
+    def body(group: Group) -> list[torch.Tensor]:
+        own = parts[group.rank]
+        halves = group.part([0, 1] if group.rank < 2 else [2, 3])
+        found = []
+        for one in (halves, group):
+            found += [
+                one.all_reduce(own.clone()), one.all_reduce(own.clone(), PREFILL),
+                one.all_reduce(own[:3].clone(), PREFILL), one.all_gather(own, PREFILL),
+                one.reduce_scatter(own, PREFILL), one.all_to_all(own),
+            ]  # fmt: skip
+        return found
+
+    def on_gpu(group: Group) -> list[torch.Tensor]:
+        routed = join_routed_gpus(
+            world, group.rank, Router.of_words(WAYS_OF_GPUS), 2, wire,
+            lambda: queues[group.rank], lambda: JitLauncher((9, 0), 132), GLOO,
+        )  # fmt: skip
+        found = body(routed)
+        routed.close()
+        return found
+
+    try:
+        found = run_ranks(virtual_groups(4), on_gpu)
+    finally:
+        world.close()
+    expected = run_ranks(virtual_groups(4, wire=wire), body)
+    for ours, theirs in zip(found, expected, strict=True):
+        for one, other in zip(ours[:6], theirs[:6], strict=True):
+            assert torch.equal(one, other)
+    assert all(queue.log for queue in queues)
+
+
+def test_a_gpu_whose_way_brings_wrong_data_takes_nccl(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def lies(group: DeviceGroup, name: str, tensor: torch.Tensor, wire: str) -> torch.Tensor:
+        return sums(group, name, tensor, wire) + 1
+
+    sums = DeviceGroup.all_reduce_by
+    monkeypatch.setattr(DeviceGroup, "all_reduce_by", lies)
+    world = World(2, deadline_s=20.0)
+    words = WAYS_OF_GPUS.replace("one-shot by host staged to 4096, then ", "")
+
+    def body(group: Group) -> torch.Tensor:
+        routed = join_routed_gpus(
+            world, group.rank, Router.of_words(words), 2, "plain", CpuQueue,
+            lambda: JitLauncher((9, 0), 132), GLOO,
+        )  # fmt: skip
+        return routed.all_reduce(torch.full((4, 128), 1.0 + group.rank), PREFILL)
+
+    try:
+        for found in run_ranks(virtual_groups(2), body):
+            assert torch.equal(found, torch.full((4, 128), 3.0))
+    finally:
+        world.close()
+    (said,) = caplog.messages
+    assert "all_reduce by two-shot by copy engine brings wrong data at 1.0 MB" in said
+    assert said.endswith("; NCCL stands in for it")
+
+
+def test_gpus_without_curves_have_nccl_alone() -> None:
+    world, nccl = World(2, deadline_s=20.0), "all_reduce: NCCL; all_gather: NCCL"
+
+    def body(group: Group) -> bool:
+        joined = join_routed_gpus(
+            world, group.rank, Router.of_words(nccl), 2, "plain", _none, _none, GLOO
+        )
+        return isinstance(joined, LibraryGroup)
+
+    try:
+        assert run_ranks(virtual_groups(2), body) == [True, True]
+    finally:
+        world.close()
+
+
+def _none() -> Any:
+    raise AssertionError("nothing else is made")
 
 
 def test_floors_are_of_bytes_that_must_come_from_others() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from metainfer.arch.families import read_arch
 from metainfer.core.errors import UserError
+from metainfer.hardware.curves import COPY, MEASURED_HERE, RING, STORE, Curve
 from metainfer.plan import comm_record
 from metainfer.plan.comm_record import Compared, Way, keep, read
 from metainfer.plan.plan import Origin, Value
@@ -99,6 +100,42 @@ def test_what_does_not_count_is_told(measured: Path) -> None:
     assert "kept cannot be read: invalid literal" in ways().reason
     measured.write_text("[]")
     assert "kept cannot be read" in ways().reason
+
+
+def links(means: str, operation: str, start_s: float, per_s: float, gpus: int = 2) -> Curve:
+    seconds = tuple(start_s + size / per_s for size in SIZES)
+    return Curve(means, operation, tuple(range(gpus)), True, SIZES, seconds, True, MEASURED_HERE)
+
+
+def test_gpus_take_what_curves_of_their_links_foretell() -> None:
+    curves = (
+        links(STORE, RING, 5e-6, 20e9),
+        links(COPY, RING, 2e-5, 50e9),
+        links("NCCL", "all_reduce", 3e-5, 10e9),
+        links("NCCL", "all_gather", 1e-6, 60e9),
+    )
+    machine = replace(MACHINE, curves=curves)
+    found = collective_ways(machine, NCCL, 2, 0, "plain")
+    assert found.origin is Origin.MEASURED
+    assert "by the curves of these GPUs: all_reduce one kernel by peer store" in found.reason
+    router = Router.of_words(found.value)
+    assert router.choose("all_reduce", 2**14, DECODE) == "one kernel by peer store"
+    assert router.choose("all_reduce", 2**20, DECODE) == "NCCL"
+    assert router.choose("all_reduce", 2**20, PREFILL) == "one-shot by copy engine"
+    assert router.choose("all_gather", 2**24, PREFILL) == "NCCL"
+    assert router.choose("reduce_scatter", 2**24, PREFILL) == "direct by copy engine"
+    coded = Router.of_words(collective_ways(machine, NCCL, 2, 0, "fp8").value)
+    assert coded.choose("all_reduce", 2**24, PREFILL).endswith("copy engine")
+    others = collective_ways(machine, NCCL, 2, 0, "plain", first_gpu=2)  # of which nothing is known
+    assert others.origin is Origin.DEFAULT and "`metainfer probe --measure`" in others.reason
+
+
+def test_one_kernel_is_never_taken_for_more_than_it_holds() -> None:
+    machine = replace(MACHINE, curves=(links(STORE, RING, 5e-6, 20e9),))
+    router = Router.of_words(collective_ways(machine, NCCL, 2, 0, "plain").value)
+    assert router.choose("all_reduce", 2**18, DECODE) == "one kernel by peer store"
+    assert router.choose("all_reduce", 2**18 + 1, DECODE) == "NCCL"
+    assert router.choose("all_reduce", 2**10, PREFILL) == "NCCL"
 
 
 # ---- in which form sums travel ----
