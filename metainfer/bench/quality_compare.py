@@ -82,7 +82,7 @@ def _kl(a: Mapping[int, float], b: Mapping[int, float]) -> tuple[float, float]:
     rest_a, rest_b = 1.0 - share_a, 1.0 - share_b
     if rest_a > _NOTHING:
         kl += rest_a * math.log(rest_a / max(rest_b, _NOTHING))
-    return max(kl, 0.0), share_a
+    return (kl if math.isnan(kl) else max(kl, 0.0)), share_a
 
 
 def verdict(
@@ -90,9 +90,9 @@ def verdict(
 ) -> dict[str, Any]:
     """Whether B may stand in for A; "failed" names what does not pass, and "judged" what was."""
     failed = []
-    if found.kl > limits["kl"]:
+    if not found.kl <= limits["kl"]:  # as what is no number is not
         failed.append(f"divergence {found.kl:.3g} above {limits['kl']:g}")
-    if found.perplexity_rise > limits["perplexity_rise"]:
+    if not found.perplexity_rise <= limits["perplexity_rise"]:
         rise, most = found.perplexity_rise, limits["perplexity_rise"]
         failed.append(f"perplexity risen by {rise:.2%}, above {most:.2%}")
     if found.top1 < limits["top1"]:

@@ -73,7 +73,11 @@ def _keep(
         what = "adds up over ranks" if of_wires else "keeps caches"
         terminal.say(f"the plan {what} as before: {proof}")
         return
-    keep(made, key)
+    try:
+        keep(made, key)
+    except OSError as error:
+        terminal.hint(f"the verdict is not kept where serve looks for it: {error}")
+        return
     if isinstance(proof, WireProof):
         does = f"adds up rows of prompts in {proof.wire} over {proof.ranks} ranks"
     else:

@@ -1,7 +1,8 @@
 """Proof: what `bench quality` found of a model over caches of bytes, and whether it may have them.
 
-A record counts for the checkpoint that was judged, known by its config and by the names and sizes
-of its files, and for nothing else. It is kept under the home directory of who judged.
+A record counts for the checkpoint that was judged, known by its config, by the names and sizes of
+its files and by samples of them (a checkpoint that was trained on from it has the same sizes), and
+for nothing else. It is kept under the home directory of who judged.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from types import MappingProxyType
 from typing import Any
 
 from metainfer.arch.record import Arch, LayerKind
-from metainfer.ops.cache_formats import PLAIN
+from metainfer.core.files import replace_file
+from metainfer.ops.cache_formats import INDEX_DTYPES, LATENT_DTYPES, PLAIN
 from metainfer.plan.settings import EngineSettings, LoadFormat
 from metainfer.plan.wires import PLAIN as WIRE
 
@@ -30,6 +32,7 @@ LEAST_TOKENS = 2048
 """Predicted tokens of text that a verdict must rest on."""
 
 _KEY_DIGITS = 16
+_SAMPLES, _SAMPLE_BYTES = 8, 4096  # of each file, evenly, the last at its end
 SAME = ("compute_dtype", "activations", "weights_residency")
 """What else changes predictions, of both sides' plans."""
 
@@ -59,7 +62,12 @@ def model_key(directory: Path, settings: EngineSettings) -> str | None:
         return None
     digest = hashlib.sha256(config.read_bytes())
     for path in sorted(directory.glob("*.safetensors")):
-        digest.update(f"\0{path.name} {path.stat().st_size}".encode())
+        size = path.stat().st_size
+        digest.update(f"\0{path.name} {size}".encode())
+        with path.open("rb") as file:
+            for part in range(1, _SAMPLES + 1):
+                file.seek(max(0, size * part // _SAMPLES - _SAMPLE_BYTES))
+                digest.update(file.read(_SAMPLE_BYTES))
     digest.update(json.dumps(settings.hf_overrides, sort_keys=True).encode())
     return digest.hexdigest()[:_KEY_DIGITS]
 
@@ -76,6 +84,8 @@ def judged(record: Mapping[str, Any], arch: Arch) -> CacheProof | str:
     doubts = {
         "it does not hold caches of bytes against plain ones": not set(kept_a) <= set(PLAIN)
         or set(kept_b) <= set(PLAIN),
+        f"there are no caches in {' and '.join(kept_b)}": kept_b[0] not in LATENT_DTYPES
+        or kept_b[1] not in INDEX_DTYPES,
         "the two sides differ in wire_dtype too": len(set(wires_of(record))) > 1,
         **doubts_of_any(record, SAME),
         f"up to {seen} tokens no index key decides anything": kept_b[1] not in PLAIN
@@ -105,13 +115,21 @@ def doubts_of_any(record: Mapping[str, Any], same: Sequence[str]) -> dict[str, b
     others = [name for name in same if a["plan"][name]["value"] != b["plan"][name]["value"]]
     lax = [name for name, limit in LIMITS.items() if _is_laxer(name, limits[name], limit)]
     loaded = {side["settings"]["load_format"] for side in (a, b)}
+    within = all(
+        found[name] >= LIMITS[name] if name == "top1" else found[name] <= LIMITS[name]
+        for name in ("kl", "perplexity_rise", "top1")
+    )
     return {
         f"the two sides differ in {' and '.join(others)} too": bool(others),
         f"the limits of {' and '.join(lax)} are laxer than usual": bool(lax),
         "its tokens or weights are drawn at random": loaded != {str(LoadFormat.AUTO)}
         or not record["held_out"],
-        f"{found['tokens']} predicted tokens are fewer than {LEAST_TOKENS}": found["tokens"]
-        < LEAST_TOKENS,
+        f"{found['tokens']} predicted tokens are fewer than {LEAST_TOKENS}": not (
+            found["tokens"] >= LEAST_TOKENS
+        ),
+        "it passed with figures that do not pass": record["verdict"]["passed"] is True
+        and not within,
+        "its date is none": not str(record["date"]).isprintable(),
     }
 
 
@@ -131,7 +149,7 @@ def keep(record: Mapping[str, Any], key: str, cache: Path | None = None) -> Path
     text = json.dumps(record, indent=1)
     mark = hashlib.sha256(text.encode()).hexdigest()[:8]
     path = directory / f"{key}-{mark}.json"
-    path.write_text(text, encoding="utf-8")
+    replace_file(path, text.encode())
     return path
 
 
@@ -167,7 +185,7 @@ def latest_first(key: str, cache: Path) -> list[dict[str, Any]]:
     """All that was kept of a checkpoint."""
     records = []
     for path in cache.glob(f"{key}-*.json"):
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, RecursionError):
             record = json.loads(path.read_text(encoding="utf-8"))
             if isinstance(record, dict):
                 records.append(record)
@@ -175,7 +193,7 @@ def latest_first(key: str, cache: Path) -> list[dict[str, Any]]:
 
 
 def _is_laxer(name: str, limit: float, usual: float) -> bool:
-    return limit < usual if name == "top1" else limit > usual
+    return not (limit >= usual if name == "top1" else limit <= usual)  # of no number, too
 
 
 def _all_chosen(arch: Arch) -> int:

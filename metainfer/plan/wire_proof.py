@@ -25,7 +25,7 @@ from metainfer.plan.proof import (
     wires_of,
 )
 from metainfer.plan.settings import EngineSettings
-from metainfer.plan.wires import BLOCK, PLAIN
+from metainfer.plan.wires import BLOCK, PLAIN, WIRES
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,9 @@ def wire_judged(record: Mapping[str, Any]) -> WireProof | str:
     else that changes predictions is equal. A string says why it could prove nothing."""
     a, b = wires_of(record)
     doubts = {
-        "it does not hold sums in 8 bits against plain ones": a != PLAIN or b == PLAIN,
+        "it does not hold sums in 8 bits against plain ones": a != PLAIN
+        or b == PLAIN
+        or b not in WIRES,
         **doubts_of_any(record, (*SAME, "cache_dtype", "index_cache_dtype")),
     }
     for doubt, holds in doubts.items():

@@ -78,6 +78,15 @@ def test_the_verdict_names_what_does_not_pass() -> None:
     ]  # fmt: skip
 
 
+def test_what_is_no_number_does_not_pass() -> None:
+    a_NV, b_NV, ids = logits(1.0)
+    b_NV[3] = float("nan")
+    found = divergence([told(a_NV, ids, 5)], [told(b_NV, ids, 5)], [ids])
+    assert math.isnan(found.perplexity_b)
+    failed = verdict(found, None, None, LOAD.thresholds | {"top1": 0.0})["failed"]
+    assert [what.split()[0] for what in failed] == ["divergence", "perplexity"]
+
+
 def test_the_shipped_model_brings_its_data() -> None:
     arch = read_arch("pebble")
     data = read_data(LOAD, pebble_dir(), arch)

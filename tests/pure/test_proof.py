@@ -38,7 +38,7 @@ def record(keys: str = "fp8", date: str = "2025-06-01T10:00:00", passed: bool = 
         "date": date,
         "held_out": True,
         "longest": ALL_CHOSEN + 1,
-        "divergence": {"tokens": 5000, "kl": 7.7e-4, "perplexity_rise": 7e-4},
+        "divergence": {"tokens": 5000, "kl": 7.7e-4, "perplexity_rise": 7e-4, "top1": 0.98},
         "verdict": {"passed": passed, "thresholds": dict(LIMITS)},
         "sides": {"A": side("bfloat16", "bfloat16"), "B": side("fp8", keys)},
     }
@@ -58,7 +58,13 @@ def test_a_record_proves_the_formats_of_its_second_side() -> None:
         (("held_out",), False, "drawn at random"),
         (("sides", "B", "receipt", "settings", "load_format"), "dummy", "drawn at random"),
         (("divergence", "tokens"), 2047, "2047 predicted tokens are fewer"),
+        (("divergence", "tokens"), float("nan"), "nan predicted tokens are fewer"),
+        (("divergence", "kl"), float("nan"), "passed with figures that do not pass"),
+        (("divergence", "perplexity_rise"), 0.5, "passed with figures that do not pass"),
+        (("divergence", "top1"), 0.5, "passed with figures that do not pass"),
+        (("date",), "\x1b[2J", "its date is none"),
         (("verdict", "thresholds", "kl"), 0.05, "limits of kl are laxer"),
+        (("verdict", "thresholds", "kl"), float("nan"), "limits of kl are laxer"),
         (("verdict", "thresholds", "top1"), 0.9, "limits of top1 are laxer"),
         (
             ("sides", "B", "receipt", "plan", "activations", "value"),
@@ -66,6 +72,7 @@ def test_a_record_proves_the_formats_of_its_second_side() -> None:
             "differ in activations too",
         ),
         (("sides", "A", "receipt", "plan", "cache_dtype", "value"), "fp8", "against plain ones"),
+        (("sides", "B", "receipt", "plan", "cache_dtype", "value"), "fp3", "no caches in fp3"),
     ],
 )
 def test_a_record_about_something_else_proves_nothing(path, value, doubt) -> None:
@@ -121,6 +128,7 @@ def test_the_latest_verdict_on_a_pair_of_formats_counts(model: Path, tmp_path: P
     assert found() == "fp8"
     (kept / f"{key}-1.json").write_text("{")
     (kept / f"{key}-2.json").write_text(json.dumps({"date": "2025-06-04"}))
+    (kept / f"{key}-3.json").write_text("[" * 100_000)
     assert found() == "fp8"
     keep(record("fp8", "2025-06-05", passed=False), key, kept)
     assert found() is None
@@ -135,8 +143,21 @@ def test_another_checkpoint_or_part_of_it_has_no_verdict(model: Path, tmp_path: 
     assert cache_proof(model, PEBBLE, dummy, kept) is None
     assert cache_proof(Path("deepseek-v4-flash"), PEBBLE, settings, kept) is None
     assert cache_proof(model, PEBBLE, settings, kept) is not None
+    (model / "model.safetensors").write_bytes(b"12346")
+    assert cache_proof(model, PEBBLE, settings, kept) is None
     (model / "model.safetensors").write_bytes(b"123456")
     assert cache_proof(model, PEBBLE, settings, kept) is None
+
+
+def test_weights_that_were_trained_on_are_another_checkpoint(model: Path) -> None:
+    weights = bytearray(100_000)
+    path = model / "model.safetensors"
+    path.write_bytes(weights)
+    first = model_key(model, EngineSettings())
+    assert model_key(model, EngineSettings()) == first
+    for place in (12_000, 50_000 - 1, 100_000 - 1):
+        path.write_bytes(weights[:place] + b"1" + weights[place + 1 :])
+        assert model_key(model, EngineSettings()) != first
 
 
 @pytest.mark.parametrize(
