@@ -19,7 +19,9 @@ from metainfer.bench.ops_report import GENERIC, Measured, record
 from metainfer.bench.ops_settings import OpsLoad
 from metainfer.bench.ops_works import works_of
 from metainfer.core.errors import UserError
+from metainfer.hardware.facts import Unknown
 from metainfer.hardware.probe import probe
+from metainfer.kernels.memory_bound import bound_memory
 from metainfer.kernels.platform import Platform, platform
 from metainfer.kernels.processes import Numbered, in_processes, require_a_sound_device
 from metainfer.kernels.timing import Stopwatch, measure_rates
@@ -27,6 +29,7 @@ from metainfer.kernels.verify import rates_of
 from metainfer.ops.catalogue import OPS
 
 _FACTS = -1  # in place of a work's number
+_SHARE = 0.9
 
 
 def run_ops(
@@ -64,7 +67,9 @@ def run_ops(
         cost = OPS[work.op].cost(work.case, work.load)
         measured(number, OpResult(work, cost, missing={NOTHING: why}))
 
-    in_processes(_measure, load, [list(enumerate(distinct))], measured, failed, until_s=until_s)
+    shares = [list(enumerate(distinct))]
+    common = load, _most_bytes(here.device)
+    in_processes(_measure, common, shares, measured, failed, until_s=until_s)
     results = [replace(found[_alike(work)], work=work) for work in works if _alike(work) in found]
     if not results:
         raise UserError("there was time for no operation", hint="give a longer --budget")
@@ -77,9 +82,21 @@ def _alike(work: OpWork) -> OpWork:
     return replace(work, model="", ranks=1, times=0, served=False)
 
 
-def _measure(connection: Connection, load: OpsLoad, works: Sequence[Numbered]) -> None:
+def _most_bytes(device: str) -> int | None:
+    """Of the host's memory, where it is what operations take: most of what is free, so that inputs
+    for which it does not suffice are refused and the system ends nobody."""
+    free = probe().memory.available_bytes
+    return None if device != "cpu" or isinstance(free, Unknown) else int(_SHARE * free)
+
+
+def _measure(
+    connection: Connection, common: tuple[OpsLoad, int | None], works: Sequence[Numbered]
+) -> None:
     """In a process: the rates, then each work."""
+    load, most_bytes = common
     here = platform(load.device)
+    if most_bytes is not None:
+        bound_memory(here.device, most_bytes)
     older = platform(load.device, load.code_for) if load.code_for else None
     watch = Stopwatch(here.device)
     peers = find_peers(here.device)
