@@ -33,7 +33,7 @@ def in_threads(tasks: Iterable[Task], workers: int, stop: Task = lambda: None) -
     crew = _Crew(tasks)
     threads: list[Thread] = []
     try:
-        with _signals_held():
+        with signals_held():
             _start(threads, crew.work, workers)
         while len(crew.ended) < len(threads) and not crew.failures:
             crew.wait()
@@ -43,7 +43,7 @@ def in_threads(tasks: Iterable[Task], workers: int, stop: Task = lambda: None) -
             stop()
         while len(crew.ended) < len(threads):
             crew.wait()
-        with _signals_held():  # an interrupted join forgets its thread
+        with signals_held():  # an interrupted join forgets its thread
             while threads:
                 threads.pop().join()
     for failure in crew.failures:
@@ -93,7 +93,7 @@ class _Crew:
 
 
 @contextmanager
-def _signals_held() -> Iterator[None]:
+def signals_held() -> Iterator[None]:
     """Ctrl-C and SIGTERM wait. Threads that start inside never get them: the main one does."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:

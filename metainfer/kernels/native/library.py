@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from metainfer.core.env import child_environment
+from metainfer.core.threads import signals_held
 
 _HERE = Path(__file__).parent
 _SOURCES = tuple(_HERE / f"{name}.c" for name in ("attention", "hc", "linear", "moe", "norm"))
@@ -135,16 +136,17 @@ def _compiled(compiler: str, path: Path) -> Library:
 def _run(command: list[str], folder: str) -> None:
     """The compiler, whose own files go where they are removed. An interruption ends all that it
     started."""
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        env=child_environment(TMPDIR=folder),
-        start_new_session=True,
-    )
+    with signals_held():
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            env=child_environment(TMPDIR=folder),
+            start_new_session=True,
+        )
     try:
         _, said = process.communicate(timeout=_LONGEST_COMPILE_S)
     except BaseException:
