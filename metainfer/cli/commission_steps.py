@@ -14,6 +14,7 @@ from metainfer.bench.stage import TUNED
 from metainfer.bench.stages_settings import BenchResults, StagesLoad
 from metainfer.cli import bench_comm, bench_stages, kernels_tune, plan, probe, verify
 from metainfer.cli.step_process import Job
+from metainfer.core.errors import UserError
 from metainfer.hardware.machine import Machine, Unknown
 from metainfer.plan.choices import NO_FLAGS
 from metainfer.plan.layout_flags import axes_of, not_run
@@ -183,7 +184,10 @@ def _bench(
     asked: Asked, share_s: float, file: str, axes: Mapping[str, Any], **load: Any
 ) -> Job | LeftOut:
     kind = "cuda" if asked.on_gpu else "cpu"
-    longest = read_arch(asked.model).max_model_len
+    try:
+        longest = read_arch(asked.model).max_model_len
+    except UserError as error:
+        return LeftOut(error.message)  # its operations are known, and no engine runs it
     lengths = tuple(size for size in _PROMPTS[kind] if size < longest)
     brief = {"rounds": 2, "requests": 0} if share_s < _BRIEF_S else {}
     work = StagesLoad(

@@ -338,6 +338,13 @@ def test_steps_on_gpus(tmp_path: Path) -> None:
     assert jobs(replace(asked, device="cpu")).keys() == with_plan.keys()
 
 
+def test_a_model_that_no_engine_runs(tmp_path: Path) -> None:
+    found = jobs(asked_on(tmp_path, 1, model="glm-5.3"))
+    stages = found["stages"]
+    assert isinstance(stages, LeftOut) and "glm" in stages.why.casefold()
+    assert isinstance(found["verify"], Job) and isinstance(found["tune"], Job)
+
+
 @pytest.mark.soak
 def test_the_shipped_model_on_this_machine(tmp_path: Path) -> None:
     """Killed half-way without a word, gone on with, and shown."""

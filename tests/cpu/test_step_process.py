@@ -6,6 +6,8 @@ import io
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -130,3 +132,23 @@ def test_what_ends_this_process_ends_the_step_first(
             signal.signal(one, handler)
     assert (tmp_path / "ended").read_text(encoding="utf-8") == how
     assert not is_there(json.loads(told.read_text(encoding="utf-8"))[0])
+
+
+def test_a_step_ends_with_whoever_waits_for_it(tmp_path: Path) -> None:
+    told = tmp_path / "ids"
+    program = (
+        "import sys; from pathlib import Path; from tests.fakes import step_verbs;"
+        " from metainfer.cli.step_process import Job, done_apart;"
+        " from metainfer.cli.terminal import Terminal;"
+        f" done_apart(Job(step_verbs.cleans_up, (Path({str(told)!r}),), {LONG_S}),"
+        " Terminal(sys.stdout, sys.stderr, colour=False, live=False))"
+    )
+    waiting = subprocess.Popen([sys.executable, "-c", program], cwd=Path(__file__).parents[2])
+    try:
+        wait_for(told.exists)
+    finally:
+        waiting.kill()
+        waiting.wait()
+    (pid,) = json.loads(told.read_text(encoding="utf-8"))
+    wait_for(lambda: not is_there(pid))
+    assert (tmp_path / "ended").read_text(encoding="utf-8") == "Terminated"
