@@ -11,12 +11,12 @@ a CPU the shipped model. It decides the default in `metainfer/plan/pace.py`. Run
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import statistics
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -104,13 +104,9 @@ def turn(engine: Engine, decoding: int, length: int, seed: int) -> tuple[float, 
     gaps = [
         later - earlier
         for times in seen.values()
-        for earlier, later in pairs([began_s, *(t for t in times if t > began_s), ended_s])
+        for earlier, later in itertools.pairwise([began_s, *(t for t in times if t > began_s), ended_s])
     ]
     return ended_s - began_s, statistics.mean(gaps), max(gaps)
-
-
-def pairs(times: Sequence[float]) -> list[tuple[float, float]]:
-    return list(zip(times, times[1:], strict=False))
 
 
 now = time.monotonic
