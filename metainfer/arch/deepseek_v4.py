@@ -128,7 +128,7 @@ def parse(config: Mapping[str, Any], spelled: Mapping[str, str], name: str) -> A
         rope_theta=fields.number("rope_theta"),
         compress_rope_theta=fields.number("compress_rope_theta"),
         yarn=yarn,
-        max_model_len=fields.integer("max_position_embeddings"),
+        max_model_len=fields.integer("max_position_embeddings", minimum=2),
         bos_token_id=fields.integer("bos_token_id", minimum=0, default=0),
         eos_token_ids=_eos(fields),
         quantisation=_quantisation(fields),
@@ -224,7 +224,8 @@ def _layers(fields: ConfigFields, dspark: bool) -> tuple[tuple[LayerArch, ...], 
         fields.ignore(["num_nextn_predict_layers"])
     if num_extra > num_layers:
         fields.problem(f"there are {num_extra} drafting blocks for {num_layers} layers")
-    if ratios and len(ratios) not in (num_layers, num_layers + num_extra):
+    given = bool(ratios) or fields.get("compress_ratios") == []
+    if given and len(ratios) not in (num_layers, num_layers + num_extra):
         expected = f"{num_layers}" + (f" or {num_layers + num_extra}" if num_extra else "")
         fields.problem(f"{key} has {len(ratios)} entries; {expected} are expected")
     unhandled = sorted(set(ratios[:num_layers]) - _KIND_OF_RATIO.keys())

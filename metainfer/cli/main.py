@@ -143,14 +143,30 @@ def guarded(run: Callable[[], int], terminal: Terminal) -> int:
         raise
     except OSError as error:
         terminal.error(sentence_of_os_error(error))
-    except MemoryError:
-        terminal.error(UserError("the memory of this machine does not suffice for that"))
-    except Exception:
+    except Exception as error:
+        if _wants_memory(error):
+            terminal.error(_no_memory(error))
+            return UserError.exit_code
         # A bug: the traceback is what its report needs.
         traceback.print_exc(file=terminal.err)
         terminal.hint("this is a bug in metainfer; report it with the output of `metainfer env`")
         return EXIT_BUG
     return UserError.exit_code
+
+
+def _wants_memory(error: Exception) -> bool:
+    """Whether memory did not suffice, as Python says it, or torch (which is not imported here)."""
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and "t allocate memory" in str(error)
+    )
+
+
+def _no_memory(error: Exception) -> UserError:
+    said = str(error).strip().splitlines()
+    return UserError(
+        f"memory did not suffice: {said[0] if said else 'the system gave no more'}",
+        hint="where more is free, `ulimit -v` or a container may bound it",
+    )
 
 
 def _dispatch(arguments: Sequence[str], terminal: Terminal, environment: Mapping[str, str]) -> int:

@@ -150,6 +150,9 @@ def read_flags(namespace: argparse.Namespace, record: type, environment: Mapping
     for bound in flags_of(record):
         name, value = bound.field_name, getattr(namespace, bound.field_name, None)
         variable = environment.get(bound.flag.env) if bound.flag.env else None
+        if bound.flag.positional and (value == "" or (isinstance(value, list) and "" in value)):
+            # Of a shell's variable that is not set: what stands for none must not be taken for it.
+            raise UserError(f"{bound.flag.name} is empty", hint="leave it out, or say which")
         if bound.flag.positional and isinstance(value, list):
             words = [_parse_named(bound, word, bound.flag.name) for word in value]
             values[name] = tuple(words)

@@ -37,6 +37,12 @@ def test_nothing_given_leaves_the_defaults() -> None:
     assert read() == Sample(None, None, None, 1.5, False, True, ("a", "b"), None, 3)
 
 
+@pytest.mark.parametrize("arguments", [("",), ("--model", ""), ("--model=",)])
+def test_an_empty_name_does_not_stand_for_the_default(arguments: tuple[str, ...]) -> None:
+    with pytest.raises(UserError, match="MODEL is empty"):
+        read(*arguments)
+
+
 def test_each_kind_of_flag_is_read() -> None:
     sample = read(
         *("here", "--len", "32k", "--kind", "blue", "--rate", "inf", "--verbose"),

@@ -84,6 +84,8 @@ def test_mistakes_get_a_sentence_and_a_hint(arguments: list[str], sentence: str,
             "error: /x: permission denied\n",
         ),
         (OSError(errno.ENOSPC, "No space left"), 2, "refused: no space left"),
+        (MemoryError(), 2, "error: memory did not suffice: the system gave no more\n"),
+        (RuntimeError("can't allocate memory: 5 bytes\nmore"), 2, "suffice: can't allocate memory"),
         (ZeroDivisionError("by nought"), 70, "hint: this is a bug in metainfer"),
     ],
 )
