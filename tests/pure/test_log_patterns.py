@@ -49,6 +49,14 @@ def test_ids_are_unique_and_no_two_entries_say_the_same_of_a_line():
 
 
 @each
+def test_a_regex_does_not_try_a_repetition_at_every_place_of_a_long_word(pattern):
+    """Lines go up to 64 KB, some of them of letters alone: what begins with a repetition begins
+    where a word does."""
+    repeated = r"(\((\?:|\?P<\w+>)?)*(\\[wSdDWs]|\.|\[\^?[^\]]*\])[*+{]"
+    assert re.match(repeated, pattern.regex.pattern) is None
+
+
+@each
 def test_a_regex_takes_bounded_time_at_every_place(pattern):
     parsed = re._parser.parse(pattern.regex.pattern)
     wide = list(_repeats(parsed, within=False))

@@ -8,6 +8,8 @@ from metainfer.doctor.finding import Check, Finding, Level, Patient
 from metainfer.hardware.facts import Unknown
 from metainfer.hardware.machine import gpus_of
 from metainfer.hardware.topology import p2p_everywhere
+from metainfer.plan.cost.constants import read_constants
+from metainfer.plan.cost.links import Links
 
 _BANDWIDTH = "bandwidth of host memory"
 _CORES = "cores for cards"
@@ -15,10 +17,14 @@ _NODES = "memory of NUMA nodes"
 
 _DESKTOP = 120e9
 _WORKSTATION = 300e9
-"""Two channels of DDR5 make 90 GB/s, eight 300 to 410, twelve 460 and more."""
+"""Two channels of DDR5 make 90 GB/s, eight 300 to 410, twelve 460 and more (channels times MT/s
+times 8 bytes); between these."""
 _STAGED_BYTES = 3
-"""Of host memory traffic for each byte that a card tells the others by way of the host."""
+"""Of host memory traffic for each byte that a card tells the others by way of the host, counted:
+of n cards each writes what it has once and reads 2 (n - 1) / n as much."""
 _CORES_A_CARD = 2
+"""A judgement, no measurement: one for the worker, which spins, and one for what serves it (its
+share of scheduler, tokenizer, NCCL's proxy). It decides between a warning and none."""
 
 
 def bandwidth(patient: Patient) -> Iterator[Finding]:
@@ -45,7 +51,7 @@ def bandwidth(patient: Patient) -> Iterator[Finding]:
     if not staged or known >= _WORKSTATION:
         yield Finding(_BANDWIDTH, Level.OK, f"host memory is that of {kind}", evidence)
         return
-    each = 0.65 * known / (_STAGED_BYTES * len(gpus))
+    each = Links(machine, read_constants()).dram() / (_STAGED_BYTES * len(gpus))
     yield Finding(
         _BANDWIDTH,
         Level.WARN,
