@@ -245,6 +245,19 @@ def test_a_record_is_shown_unless_it_was_edited(record: dict[str, Any], tmp_path
     ran = metainfer("verify", "--show", str(path))
     assert ran.code == 0
     assert f"sha256 {record['sha256']}" in ran.out
+    assert max(map(len, ran.out.splitlines())) <= 100
+    assert "below their floor" not in ran.out or any(
+        case["floor_s"] > case["seconds"] for case in record["cases"] if case["seconds"]
+    )
+
+    beaten = json.loads(json.dumps(record))
+    for case in beaten["cases"]:
+        case["seconds"], case["floor_s"] = 1e-6, 2e-6 if case["phase"] == "decode" else 1e-7
+    count = sum(case["phase"] == "decode" for case in beaten["cases"])
+    path.write_text(json.dumps(sign(beaten)))
+    ran = metainfer("verify", "--show", str(path))
+    assert f"{count} of {len(beaten['cases'])} times lie below their floor" in ran.out
+    assert 0 < count < len(beaten["cases"])
 
     failed = json.loads(json.dumps(record))
     failed["cases"][0] |= {"problem": "off by 3", "state": "failed"}
