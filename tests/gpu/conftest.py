@@ -18,7 +18,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--one-case",
         action="store_true",
-        help="one case and few inputs per backend, no whole model",
+        help="one case of each kernel and few inputs, no whole model",
     )
 
 

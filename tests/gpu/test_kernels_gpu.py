@@ -3,14 +3,19 @@ small case and variant of inputs."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
 import pytest
 import torch
 
+from metainfer.kernels.builtin import builtin_registry
 from metainfer.kernels.platform import Platform, platform
+from metainfer.kernels.registry import Registry
+from metainfer.kernels.triton.record import RecordingLauncher
 from metainfer.ops.catalogue import OPS
 from metainfer.ops.kernel_order import REFERENCE
+from tests.fakes import one_case
 from tests.fakes.op_checks import check
 from tests.fakes.op_inputs import VARIANTS
 
@@ -28,15 +33,38 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if torch.cuda.is_available():
         code_for = metafunc.config.getoption("as_target")
         registry = here(code_for).registry
-        first = -1 if metafunc.config.getoption("one_case") else 0
+        numbers = one_of_each if metafunc.config.getoption("one_case") else every_number
         rounds = [
-            pytest.param(op, backend, case, id=f"{op}-{backend}-{number}")
+            pytest.param(op, backend, OPS[op].small_cases[number], id=f"{op}-{backend}-{number}")
             for op in OPS
             for backend in registry.backends(op)
             if not (code_for and backend == REFERENCE)
-            for number, case in list(enumerate(OPS[op].small_cases))[first:]
+            for number in numbers(op, backend, code_for)
         ]
     metafunc.parametrize(("op", "backend", "case"), rounds)
+
+
+def every_number(op: str, backend: str, code_for: str | None) -> Sequence[int]:
+    return range(len(OPS[op].small_cases))
+
+
+def one_of_each(op: str, backend: str, code_for: str | None) -> Sequence[int]:
+    """Cases that start all kernels of the backend; of what is not ours, or refuses, the last."""
+    launch, registry = on_paper(code_for)
+    found: list[int] = []
+    if backend in registry.backends(op):
+        found = one_case.one_of_each(registry, launch, op, backend, here(code_for).target)
+    return found or every_number(op, backend, code_for)[-1:]
+
+
+@cache
+def on_paper(code_for: str | None) -> tuple[RecordingLauncher, Registry]:
+    """What notes the kernels that the code here, or that for another GPU, would start."""
+    capability = here(code_for).target.capability
+    assert capability is not None
+    count = torch.cuda.get_device_properties().multi_processor_count
+    launch = RecordingLauncher(capability, count, portable=code_for is not None)
+    return launch, builtin_registry(launch)
 
 
 def test_backend_fulfils_the_contract(
