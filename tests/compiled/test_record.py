@@ -11,6 +11,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
+from metainfer.comm.move_kernel import Address, start_move
 from metainfer.core.errors import MetainferError
 from metainfer.kernels.triton.record import CompileUnit, RecordingLauncher, unit_of
 from tests.compiled.kernels import everything, product
@@ -55,6 +56,18 @@ def test_tensors_without_memory_give_the_same_units() -> None:
     assert [launch.grid for launch in meta.launches] == [(2,)] * 3
     assert len(meta.units()) == 2
     assert hash(here.units()[0]) == hash(meta.units()[0])
+
+
+def test_an_address_is_what_a_tensor_there_would_be() -> None:
+    """Of memory that this process reaches and that is no tensor's, such as another GPU's."""
+    whole = torch.zeros(64, dtype=torch.int32)
+    for tensor in (whole, whole[1:]):
+        of_tensors, of_addresses = RecordingLauncher((9, 0), 132), RecordingLauncher((9, 0), 132)
+        start_move(of_tensors, tensor, tensor, 128)
+        address = Address(tensor.data_ptr())
+        start_move(of_addresses, address, address, 128)
+        assert of_tensors.units() == of_addresses.units()
+        assert of_addresses.units()[0].signature[:2] == ("*i32", "*i32")
 
 
 def test_an_empty_grid_is_no_launch() -> None:

@@ -232,7 +232,7 @@ def _specialised(parameter: Any, value: Any) -> tuple[str, bool]:
     aligned = specialise and not parameter.do_not_specialize_on_alignment
     if value is None:
         return "constexpr", False
-    if isinstance(value, torch.Tensor):
+    if hasattr(value, "data_ptr"):  # a tensor, or an address in the form of one
         star = "*k" if parameter.is_const else "*"
         return star + _POINTERS[value.dtype], aligned and _address(value) % _ALIGNMENT == 0
     declared = parameter.annotation_type
@@ -261,8 +261,9 @@ def _integer_type(value: int) -> str:
     return "i64" if value < 2**63 else "u64"
 
 
-def _address(tensor: torch.Tensor) -> int:
+def _address(tensor: Any) -> int:
     """Of the first element; as if a tensor without memory began at 0."""
-    if tensor.is_meta:
+    if isinstance(tensor, torch.Tensor) and tensor.is_meta:
         return tensor.storage_offset() * tensor.element_size()
-    return tensor.data_ptr()
+    address: int = tensor.data_ptr()
+    return address
