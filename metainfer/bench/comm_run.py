@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 from metainfer.bench.comm_report import record
 from metainfer.bench.comm_settings import CommLoad
+from metainfer.comm.contenders import contenders_on_cpus
 from metainfer.comm.contest import (
     Contender,
     Links,
     Point,
-    contenders_on_cpus,
     contest,
     measure_links,
 )

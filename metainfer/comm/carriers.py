@@ -6,7 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from metainfer.comm.contest import Contender, contenders_on_cpus, contenders_on_gpus
+from metainfer.comm.contenders import (
+    contenders_by_nccl,
+    contenders_on_cpus,
+    contenders_on_devices,
+)
+from metainfer.comm.contest import Contender
 from metainfer.comm.device_memory import DeviceGroup, Rows
 from metainfer.comm.host_memory import HostMemoryGroup
 from metainfer.comm.library import LibraryGroup
@@ -105,9 +110,11 @@ class GpuCarriers:
             means: self._group(LOAD, Rows(means, self.devices.launch))
             for means in self.devices.kernels
         }
-        return contenders_on_gpus(
-            self.base, moving, kernels, dict.fromkeys((PLAIN, self.base.wire))
-        )
+        wires = tuple(dict.fromkeys((PLAIN, self.base.wire)))
+        return [
+            *contenders_on_devices(moving, kernels, wires),
+            *contenders_by_nccl(self.base, wires),
+        ]
 
     def _group(self, means: str, rows: Rows | None) -> DeviceGroup:
         host = self.host.part(range(self.host.size))

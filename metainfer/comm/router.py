@@ -10,7 +10,8 @@ import torch
 
 from metainfer.comm import library
 from metainfer.comm.carriers import Carriers, CpuCarriers, Devices, GpuCarriers
-from metainfer.comm.contest import Contender, Point, problem, way_of
+from metainfer.comm.contenders import way_of
+from metainfer.comm.contest import Contender, Point, problem
 from metainfer.comm.device_memory import MEANS
 from metainfer.comm.group import GroupError
 from metainfer.comm.host_memory import join_host_memory

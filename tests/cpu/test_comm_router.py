@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
+from metainfer.comm.contenders import contenders_on_cpus
 from metainfer.comm.contest import (
     Contender,
     Point,
-    contenders_on_cpus,
     contest,
     floor_links,
     measure_links,
