@@ -155,25 +155,41 @@ def _host(machine: Machine, unknown: Counter[str]) -> Iterator[str]:
 def _measured(machine: Machine) -> Iterator[str]:
     if machine.curves:
         yield ""
+    numbers: dict[str, int] = {}  # of sources, which many lines share
     for curve in machine.curves:
         if curve.trusted and curve.bytes:
-            yield _curve(curve)[:100]
-    yield from (line[:100] for line in sentences(machine))
+            yield from _wrapped(f"{_curve(curve)} [{_number(numbers, curve.source)}]")
+    for sentence in sentences(machine):
+        yield from _wrapped(sentence)
     for rate in machine.rates:
         rows = f", {rate.rows} rows" if rate.rows else ""
         unit = "B/s" if rate.work == "copy" else "operations/s"
-        yield f"{rate.work}{rows}: {rate.per_s:.3g} {unit} ({rate.source})"[:100]
+        number = _number(numbers, rate.source)
+        yield from _wrapped(f"{rate.work}{rows}: {rate.per_s:.3g} {unit} [{number}]")
+    if numbers:
+        yield ""
+    for source, number in numbers.items():
+        yield from _wrapped(f"[{number}] {source}", " " * 4)
     for what in machine.unmeasured:
         yield from textwrap.wrap(
             f"not measured {what}", 100, subsequent_indent=" " * len("not measured ")
         )
 
 
+def _number(numbers: dict[str, int], source: str) -> int:
+    """Of a source; the next one where it has none yet."""
+    return numbers.setdefault(source, len(numbers) + 1)
+
+
+def _wrapped(text: str, indent: str = "  ") -> list[str]:
+    return textwrap.wrap(text, 100, subsequent_indent=indent, break_on_hyphens=False)
+
+
 def _curve(curve: Curve) -> str:
     best = max(size / time for size, time in zip(curve.bytes, curve.seconds, strict=True))
     return (
         f"{name_of(curve)}: {curve.seconds[0] * 1e6:.1f} us"
-        f" for {format_bytes(curve.bytes[0])}, up to {best / 1e9:.1f} GB/s ({curve.source})"
+        f" for {format_bytes(curve.bytes[0])}, up to {best / 1e9:.1f} GB/s"
     )
 
 

@@ -63,7 +63,11 @@ def test_the_text_of_a_large_machine_fits_a_terminal():
         curves=(
             Curve("NCCL", "all_reduce", tuple(range(5)), True, (1024,), (1e-5,), True, "a" * 99),
         ),
-        rates=(Rate("product fp8", 8192, 5e14, "measured here"),),
+        rates=(
+            Rate("product fp8", 8192, 5e14, "measured here"),
+            Rate("product bf16", 8192, 2e14, "some pages " * 20),
+            Rate("copy", 0, 1e12, "measured here"),
+        ),
         environment={"NCCL_P2P_DISABLE": "1"},
     )
     lines = machine_lines(machine)
@@ -73,9 +77,11 @@ def test_the_text_of_a_large_machine_fits_a_terminal():
         "1x8 of 5x16", "clocks lowered: power limit", "process 17 (python) holds", "switch a",
         "SYS-", "no access: the chipset does not support it", "NCCL_P2P_DISABLE=1",
         "unknown      gpu 0 utilisation: nvmlDeviceGetUtilizationRates: Not Supported",
-        "product fp8, 8192 rows: 5e+14 operations/s", "IOMMU        translating",
+        "product fp8, 8192 rows: 5e+14 operations/s [2]", "IOMMU        translating",
+        "copy: 1e+12 B/s [2]", "\n[2] measured here", f"[1]\n    {'a' * 96}",
     ):  # fmt: skip
         assert said in text
+    assert " ".join(text.split()).count("some pages") == 20  # whole, at its number
 
 
 def test_without_gpus_it_says_so():
