@@ -162,12 +162,13 @@ def run(terminal: Terminal, options: PlanOptions, formats: FormatFlags) -> int:
             b.flag.name for b in flags_of(FormatFlags) if getattr(formats, b.field_name) is not None
         )
         raise UserError(f"{given} is of a plan, not of {other}", hint="leave one of the two out")
-    if options.compare:
-        written, told = _compare(options)
-    elif options.from_command is not None:
-        written, told = _advise(options)
-    else:
-        written, told = _plan(options, formats)
+    with terminal.waiting("comparing layouts"):
+        if options.compare:
+            written, told = _compare(options)
+        elif options.from_command is not None:
+            written, told = _advise(options)
+        else:
+            written, told = _plan(options, formats)
     if options.output is not None:
         write_json(options.output, written)
         terminal.say(f"wrote {options.output}")

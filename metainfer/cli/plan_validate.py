@@ -26,7 +26,8 @@ def run(terminal: Terminal, options: ValidateOptions) -> int:
     from metainfer.plan.validate import validate
     from metainfer.plan.validate_text import record, text
 
-    found = validate()
+    with terminal.waiting("predicting every published figure"):
+        found = validate()
     if options.json:
         terminal.data(json.dumps(record(found), indent=2))
     else:

@@ -136,7 +136,7 @@ def _rows(found: Validation) -> list[str]:
         lines.append(
             f"{row.published.id:<31}{case.machine:<16}{case.engine:<10}{_SHORT[case.quantity]:<9}"
             f"{_number(row.published.published):>10}{_number(row.predicted):>10}"
-            f"{row.error:>+7.0%}{row.error_apart:>+7.0%}"
+            f"{row.error:>+z7.0%}{row.error_apart:>+z7.0%}"
         )
     return lines
 
@@ -210,7 +210,7 @@ def _off(found: Validation, mark: str) -> list[str]:
     for row in found.rows:
         if max(abs(row.error), abs(row.error_apart)) > NEAR:
             why = row.published.off or "why is not known"
-            told = f"{row.published.id}: {row.error:+.0%}, apart {row.error_apart:+.0%}: {why}."
+            told = f"{row.published.id}: {row.error:+z.0%}, apart {row.error_apart:+z.0%}: {why}."
             lines += _entry(mark, told)
     return lines or [f"{mark}none"]
 
