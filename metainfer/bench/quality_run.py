@@ -3,6 +3,7 @@ and a table."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -23,26 +24,40 @@ def measure(
     contestants: Sequence[Contestant],
     data: QualityData,
     on_step: Callable[[str], None],
+    on_progress: Callable[[int, int], None],
 ) -> dict[str, dict[str, Any]]:
-    """What each side said, by name. Raises UserError if one cannot start or fails."""
+    """What each side said, by name. Raises UserError if one cannot start or fails.
+
+    Args:
+        on_step: told in words what begins.
+        on_progress: told how many of how many prompts of a side are done.
+    """
     said = {}
     for one in contestants:
         on_step(f"{one.name}: loading")
         with side_process(one.name, one.setup, one.threads) as process:
             on_step(f"{one.name}: {len(data.windows)} windows, {len(data.needles)} needles")
-            said[one.name] = _of_one(process, load, data)
+            said[one.name] = _of_one(process, load, data, on_progress)
     return said
 
 
-def _of_one(process: SideProcess, load: QualityLoad, data: QualityData) -> dict[str, Any]:
-    scores = [process.must("score", prompts=[window])["scores"][0] for window in data.windows]
-    greedy = [
-        process.must("greedy", prompts=[window], count=load.answers)["ids"]
-        for window in data.windows
-    ]
+def _of_one(
+    process: SideProcess,
+    load: QualityLoad,
+    data: QualityData,
+    on_progress: Callable[[int, int], None],
+) -> dict[str, Any]:
+    total, done = 2 * len(data.windows) + len(data.needles), itertools.count(1)
+
+    def must(do: str, prompt: Sequence[int], **arguments: Any) -> dict[str, Any]:
+        answer = process.must(do, prompts=[prompt], **arguments)
+        on_progress(next(done), total)
+        return answer
+
+    scores = [must("score", window)["scores"][0] for window in data.windows]
+    greedy = [must("greedy", window, count=load.answers)["ids"] for window in data.windows]
     recalled = [
-        process.must("greedy", prompts=[needle.prompt], count=len(needle.answer))["ids"]
-        == list(needle.answer)
+        must("greedy", needle.prompt, count=len(needle.answer))["ids"] == list(needle.answer)
         for needle in data.needles
     ]
     return {

@@ -30,7 +30,7 @@ def run(terminal: Terminal, load: ModelLoad, results: ModelResults) -> int:
     directory = model_dir(load.model)
     threads = load.threads or machine.cpu.physical_cores
     with terminal.progress("taken", "turns") as progress:
-        sides = measure(load, directory, threads, progress.update, terminal.say)
+        sides = measure(load, directory, threads, progress.update, progress.say)
     name = load.model or SHIPPED_MODEL
     made = record(sides, load, name, threads, json.loads(machine.to_json()))
     try:

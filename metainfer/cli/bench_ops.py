@@ -18,7 +18,7 @@ def run(terminal: Terminal, load: OpsLoad, results: OpsResults) -> int:
     if results.save_result:
         check_place(path, "--result-dir")
     with terminal.progress("measured", "operations") as progress:
-        made = run_ops(load, progress.update, terminal.say)
+        made = run_ops(load, progress.update, progress.say)
     try:
         if results.save_result:
             write_json(path, made)

@@ -26,7 +26,7 @@ def run(
     ready = prepared(load.stages(), settings, {A: load.a, B: load.b})
     with terminal.progress("taken", "turns") as progress:
         measured = measure(
-            load.stages(), ready.contestants, ready.arch, progress.update, terminal.say
+            load.stages(), ready.contestants, ready.arch, progress.update, progress.say
         )
     machine = json.loads(ready.machine.to_json())
     made = record(measured, load, load.model or SHIPPED_MODEL, ready.arch, machine)

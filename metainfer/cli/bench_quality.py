@@ -48,7 +48,8 @@ def run(
     contestants = [
         engine_contestant(name, setting, str(model), threads) for name, setting in chosen.items()
     ]
-    said = measure(load, contestants, data, terminal.say)
+    with terminal.progress("predicted", "prompts") as progress:
+        said = measure(load, contestants, data, progress.say, progress.update)
     name = load.model or SHIPPED_MODEL
     made = record(said, load, data, name, arch, json.loads(machine.to_json()))
     report(terminal, results, made, place, text_report)

@@ -85,7 +85,7 @@ def run(
     if load.against == TRANSFORMERS:
         contestants.insert(0, transformers_contestant(ready))
     with terminal.progress("taken", "turns") as progress:
-        measured = measure(load, contestants, ready.arch, progress.update, terminal.say)
+        measured = measure(load, contestants, ready.arch, progress.update, progress.say)
     if load.rounds and not load.check_positions:
         require_turns(measured)
     machine = json.loads(ready.machine.to_json())

@@ -170,7 +170,7 @@ def compare(terminal: Terminal, directory: Path, load: ModelLoad, machine: Machi
     """The table of this engine against transformers."""
     threads = machine.cpu.physical_cores
     with terminal.progress("taken", "turns") as progress:
-        sides = measure(load, directory, threads, progress.update, terminal.say)
+        sides = measure(load, directory, threads, progress.update, progress.say)
     made = record(sides, load, directory.name, threads, json.loads(machine.to_json()))
     return f"\n{text_report(made)}"
 

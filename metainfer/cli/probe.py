@@ -82,7 +82,7 @@ def _measured(terminal: Terminal, options: ProbeOptions, machine: Machine) -> Ma
 
     plain = replace(machine, curves=(), rates=(), unmeasured=(), sources=())
     with terminal.progress("measuring:", "done") as progress:
-        return measure(plain, terminal.say, progress.update)
+        return measure(plain, progress.say, progress.update)
 
 
 VERB = Verb(

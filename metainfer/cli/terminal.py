@@ -122,6 +122,11 @@ class Progress:
         with suppress(OSError, ValueError):  # nobody may read any more
             self._draw(f"{self._label} ...")
 
+    def say(self, text: str) -> None:
+        """Write a line for a person in place of this one, which comes again below it."""
+        self.close()
+        self._terminal.say(text)
+
     def close(self) -> None:
         """Remove the line from a terminal."""
         if self._terminal.live and self._width:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from metainfer.arch.families import read_arch
 from metainfer.arch.tiny import tiny_arch, tiny_config
+from metainfer.bench import quality_run
 from metainfer.bench.quality_compare import Divergence, divergence, verdict
-from metainfer.bench.quality_data import read_data
+from metainfer.bench.quality_data import Hidden, QualityData, read_data
 from metainfer.bench.quality_settings import QualityLoad
+from metainfer.bench.stages import Contestant
 from metainfer.core.errors import UserError
 from metainfer.shipped import pebble_dir
 from tests.fakes.command import metainfer
@@ -117,6 +122,32 @@ def test_ids_come_from_a_file_or_are_drawn(tmp_path: Path) -> None:
             read_data(load, tmp_path, arch)
     with pytest.raises(UserError, match=r"has no tokenizer.json, which --text and --needles need"):
         read_data(QualityLoad(a="tuned", b="tuned", text=path), tmp_path, arch)
+
+
+def test_each_prompt_that_is_done_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Side:
+        ready: ClassVar[dict[str, str]] = {}
+
+        def must(self, do: str, **arguments: Any) -> dict[str, Any]:
+            if do == "counted":
+                return {"prompt_tokens": 9, "steps": 1}
+            return {"scores": [[0.5]]} if do == "score" else {"ids": list(arguments["prompts"][0])}
+
+    @contextmanager
+    def sides(*_: Any) -> Iterator[Side]:
+        yield Side()
+
+    monkeypatch.setattr(quality_run, "side_process", sides)
+    needles = (Hidden((7,), (7,), 1), Hidden((7,), (8,), 1))
+    data = QualityData(((1, 2), (3, 4, 5)), needles, "lines")
+    words: list[str] = []
+    done: list[tuple[int, int]] = []
+    setting = Contestant("A", {}, 1)
+    said = quality_run.measure(LOAD, [setting], data, words.append, lambda *n: done.append(n))
+    assert words == ["A: loading", "A: 2 windows, 2 needles"]
+    assert done == [(n, 6) for n in range(1, 7)]
+    assert said["A"]["recalled"] == [True, False]
+    assert said["A"]["greedy"] == [[1, 2], [3, 4, 5]]
 
 
 def test_the_verb_judges_two_settings(tmp_path: Path) -> None:

@@ -148,6 +148,18 @@ def test_progress_redraws_one_line_and_removes_it(clock: list[float]) -> None:
     assert (blank.strip(), len(blank), end) == ("", len(second), "")
 
 
+def test_what_is_said_meanwhile_has_a_line_of_its_own(clock: list[float]) -> None:
+    terminal, err = shown(True, clock)
+    with terminal.progress("turns", "turns") as progress:
+        clock[0] = 1.0
+        progress.update(1, 2)
+        progress.say("comparing")
+        clock[0] = 2.0
+        progress.update(2, 2)
+    first = "turns 1 of 2 turns (50 %)"
+    assert err.getvalue().startswith(f"\r{first}\r{' ' * len(first)}\rcomparing\n\rturns 2 of 2")
+
+
 def test_progress_into_a_file_is_a_line_now_and_then(clock: list[float]) -> None:
     terminal, err = shown(False, clock)
     with terminal.progress("turns", "turns") as progress:
