@@ -14,7 +14,7 @@ from metainfer.hardware.facts import Unknown
 from metainfer.hardware.machine import Machine
 from metainfer.hardware.visible import shown_machine
 from metainfer.plan.candidates import refusal
-from metainfer.plan.choices import SELF
+from metainfer.plan.choices import SELF, Caches, in_caches
 from metainfer.plan.cost.constants import Constants, Profile, read_constants
 from metainfer.plan.cost.phases import Phases
 from metainfer.plan.cost.predict import Prediction, predict
@@ -22,7 +22,7 @@ from metainfer.plan.cost.shape import in_formats
 from metainfer.plan.emit import Emitted, emit
 from metainfer.plan.engine_commands import VERDICTS, VLLM, SetUp
 from metainfer.plan.found import Fits, Ledger
-from metainfer.plan.layouts import Formats, Layouts
+from metainfer.plan.layouts import RELEASED, Formats
 from metainfer.plan.search import Result, search
 from metainfer.plan.speculation import (
     ACCEPTED,
@@ -140,16 +140,22 @@ def _predicted(
     if set_up.no_peers and not isinstance(machine.peers, Unknown):
         peers = tuple(replace(peer, p2p=False) for peer in machine.peers)
         machine = replace(machine, peers=peers, curves=())
-    layouts = Layouts(set_up.layout, set_up.layout)
+    layouts = set_up.layouts
     # What the set-up shards, its engine can shard.
     able = replace(profile, shards_tokens=True)
     reason = refusal(in_formats(shape, Formats(experts=set_up.experts)), layouts, able)
     if reason:
         return None, reason, None
     drafted = _drafted(set_up, shape)
-    formats = Formats(experts=set_up.experts, chunk_rows=set_up.rows, draft=drafted)
+    formats = Formats(
+        experts=set_up.experts,
+        latents=set_up.caches or RELEASED,
+        chunk_rows=set_up.rows,
+        draft=drafted,
+    )
     fits = ledger(shape, machine, layouts, workload, formats)
-    phases = Phases(in_formats(shape, formats), machine, constants, profile)
+    kept = in_caches(in_formats(shape, formats), Caches(formats.latents))
+    phases = Phases(kept, machine, constants, profile)
     if phases.problem:
         return None, phases.problem, fits
     plain = predict(phases, layouts, formats, workload)
@@ -190,6 +196,14 @@ def _notes(set_up: SetUp, shape: ModelShape, none: str, machine: Machine) -> Ite
         yield (
             "it drafts tokens, which raises its decode rate: predicted without, for that is not"
             " by blocks of the checkpoint, or it has stages"
+        )
+    if set_up.caches is None:
+        yield "the format of its caches is not known here: predicted as the vendor keeps them"
+    if set_up.context > 1:
+        yield (
+            f"prompts are predicted with their tokens divided over {set_up.context} parts, decoding"
+            " with heads divided over all ranks: an engine that repeats attention on each part"
+            " decodes no faster than this"
         )
     if set_up.no_peers:
         yield "NCCL_P2P_DISABLE sends its exchanges through host memory; without it, as below"
@@ -254,7 +268,7 @@ def _now(found: Advice) -> list[str]:
     lines = [
         f"workload   {work.input_tokens:,} tokens in, {work.output_tokens:,} out,"
         f" {work.requests_at_once} at once; contexts to {work.longest_context:,}",
-        f"as it is   {set_up.engine}, {set_up.layout.name}, chunks of {set_up.rows:,} rows",
+        f"as it is   {set_up.engine}, {set_up.layouts.name}, chunks of {set_up.rows:,} rows",
     ]
     if found.now is None:
         lines += textwrap.wrap(
@@ -325,6 +339,8 @@ def record(found: Advice) -> dict[str, Any]:
         "engine": set_up.engine,
         "model": set_up.model,
         "layout": asdict(set_up.layout),
+        "prompt_parts": set_up.context,
+        "caches": set_up.caches,
         "chunk_rows": set_up.rows,
         "flags": [asdict(one) for one in set_up.said],
         "workload": asdict(found.workload),

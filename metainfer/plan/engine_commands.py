@@ -7,14 +7,15 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path, PurePosixPath
 
 from metainfer.arch.families import known_names
 from metainfer.core.config import parse_count
 from metainfer.core.errors import UserError
-from metainfer.plan.layouts import RELEASED, Layout
+from metainfer.plan.command_text import text_of_command
+from metainfer.plan.layouts import RELEASED, Layout, Layouts
 
 _FILE = Path(__file__).parent / "data" / "engine_flags.json"
 
@@ -24,8 +25,6 @@ VERDICTS = (KEPT, MAPPED, ABSENT, NO_EFFECT, UNKNOWN)
 """Of a flag: metainfer has it, has it otherwise, does not have what it does, needs none; none that
 is known here."""
 
-_MOST_BYTES = 10**6
-"""Of a file with a command; the longest that people posted has a few thousand."""
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
 _STARTS = {
     VLLM: (("vllm", "serve"), ("-m", "vllm.entrypoints.openai.api_server")),
@@ -41,8 +40,15 @@ _PARTS = {
     "requests": "requests at once",
     "context_tokens": "the longest context",
     "draft_steps": "tokens drafted before a step",
+    "context": "ranks that divide the tokens of a prompt",
 }
 """What the number of a flag stands for."""
+_CACHES = {
+    "auto": RELEASED,
+    **dict.fromkeys(("bfloat16", "bf16", "float16"), "bfloat16"),
+    **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla"), "fp8"),
+}
+"""Values of --kv-cache-dtype; what engines choose by themselves is what the vendor keeps."""
 _CHUNKS = {VLLM: 8192, SGLANG: 8192}
 """Rows of the largest prefill step where the command does not say."""
 
@@ -98,7 +104,9 @@ class SetUp:
     Attributes:
         engine: "vllm" or "sglang".
         model: as it is named there; "" where it is not.
-        layout: of decoding and, as these engines have it, of prompts.
+        layout: of decoding.
+        context: parts of a group that share the tokens of a prompt.
+        caches: format of latents, as `Formats.latents`; None for one that is not known here.
         chunk_rows, requests, context_tokens: None where the command leaves them to the engine.
         tuned: NCCL's channels are set.
         no_peers: peer access is switched off.
@@ -113,6 +121,8 @@ class SetUp:
     engine: str
     model: str
     layout: Layout
+    context: int
+    caches: str | None
     chunk_rows: int | None
     requests: int | None
     context_tokens: int | None
@@ -123,6 +133,12 @@ class SetUp:
     visible: str | None
     experts: str
     said: tuple[Said, ...]
+
+    @property
+    def layouts(self) -> Layouts:
+        """Of both phases. Decoding is taken to divide heads over the whole group."""
+        tensor = self.layout.tensor // self.context
+        return Layouts(replace(self.layout, tensor=tensor, context=self.context), self.layout)
 
     @property
     def rows(self) -> int:
@@ -142,33 +158,12 @@ def read_command(text: str) -> SetUp:
     Raises UserError where no engine is started, for values that are no numbers, and for a file
     that cannot be read or is no command's.
     """
-    words = _words(_text_of_file(text) if _names_a_file(text) else text)
+    words = _words(text_of_command(text))
     engine, start = _engine(words)
     values: dict[str, str] = {}
     said = [_variable(word, values) for word in words[:start] if _VARIABLE.match(word)]
     said += _read_flags(engine, words[start:], values)
     return _set_up(engine, values, said)
-
-
-def _names_a_file(text: str) -> bool:
-    try:
-        return "\n" not in text and Path(text).is_file()
-    except (OSError, ValueError):  # a long command is no name of a file
-        return False
-
-
-def _text_of_file(name: str) -> str:
-    try:
-        with Path(name).open("rb") as file:
-            read = file.read(_MOST_BYTES + 1)
-    except OSError as error:
-        raise UserError(f"--from: {name} cannot be read: {error.strerror}") from error
-    if len(read) > _MOST_BYTES:
-        raise UserError(
-            f"--from: {name} has more than {_MOST_BYTES // 10**6} MB, which no command has",
-            hint="name a file that holds the command alone",
-        )
-    return read.decode("utf-8-sig", errors="replace")
 
 
 def _words(text: str) -> list[str]:
@@ -262,15 +257,13 @@ def _shown(name: str, value: str) -> str:
 
 
 def _set_up(engine: str, values: Mapping[str, str], said: Sequence[Said]) -> SetUp:
-    tensor = _number(values, "tensor", 1)
-    group = tensor
-    replicas = _number(values, "replicas", 1)
+    group, context, replicas = _divided(engine, values)
     expert = _number(values, "expert", 1)
     if "expert_all" in values:
         expert = group
     layout = Layout(
         replicas=replicas,
-        tensor=tensor,
+        tensor=group,
         pipeline=_number(values, "pipeline", 1),
         expert=_dividing(expert, group, "expert parts", "--ep-size"),
         kv_shards=_dividing(
@@ -284,6 +277,8 @@ def _set_up(engine: str, values: Mapping[str, str], said: Sequence[Said]) -> Set
         engine=engine,
         model=values.get("model", ""),
         layout=layout,
+        context=context,
+        caches=_CACHES.get(values.get("caches", "auto")),
         chunk_rows=_optional(values, "chunk"),
         requests=_optional(values, "requests"),
         context_tokens=_optional(values, "context_tokens"),
@@ -295,6 +290,20 @@ def _set_up(engine: str, values: Mapping[str, str], said: Sequence[Said]) -> Set
         experts=_experts(values.get("model", ""), said),
         said=tuple(said),
     )
+
+
+def _divided(engine: str, values: Mapping[str, str]) -> tuple[int, int, int]:
+    """(ranks of a group, parts that share prompts, replicas). Those parts multiply the ranks of
+    vLLM and are of those of SGLang; there data parallel attention makes parts, not replicas."""
+    tensor, replicas = _number(values, "tensor", 1), _number(values, "replicas", 1)
+    context = _number(values, "context", 1)
+    if engine == VLLM:
+        return tensor * context, context, replicas
+    if "dp_attention" in values:
+        context, replicas = context * replicas, 1
+    elif "context_all" in values and "context" not in values:
+        context = tensor
+    return tensor, _dividing(context, tensor, "parts of a prompt", "--attn-cp-size"), replicas
 
 
 def _experts(model: str, said: Sequence[Said]) -> str:

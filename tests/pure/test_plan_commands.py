@@ -13,6 +13,7 @@ from metainfer.cli.main import load_verb
 from metainfer.core.config import flags_of
 from metainfer.core.errors import UserError
 from metainfer.hardware.known import machine_of
+from metainfer.plan.advice import Advice, advise
 from metainfer.plan.emit import emit
 from metainfer.plan.engine_commands import (
     ABSENT,
@@ -34,6 +35,7 @@ from metainfer.plan.search import Result, search
 from metainfer.plan.workload import Workload
 from tests.fakes.command import metainfer
 
+SGLANG_COMMAND = "python -m sglang.launch_server --model-path deepseek-v4-flash"
 SCRIPT = """#!/bin/bash
 # a server
 export NCCL_P2P_DISABLE=1
@@ -71,10 +73,10 @@ def test_a_command_of_sglang() -> None:
         " --model-path /data/DeepSeek-V4.1-Flash --tp 2 --dp 2 --ep-size 2"
         " --chunked-prefill-size 2048 --enable-dp-attention --disable-cuda-graph"
     )
-    assert (read.engine, read.layout) == (SGLANG, Layout(replicas=2, tensor=2, expert=2))
+    assert (read.engine, read.layout) == (SGLANG, Layout(tensor=2, expert=2))
     assert (read.rows, read.visible, read.tuned, read.eager) == (2048, "0,1,2,3", True, True)
     assert known_model(read.model) == "deepseek-v4.1-flash"
-    assert verdicts(read)["--enable-dp-attention"] == NO_EFFECT
+    assert verdicts(read)["--enable-dp-attention"] == MAPPED and read.context == 2
     assert known_model("/data/GLM-5.3-NVFP4") == "glm-5.3"
     assert read_command("vllm serve x/GLM-5.3-NVFP4").experts == "nvfp4"
 
@@ -251,6 +253,57 @@ def test_what_is_drafted_is_predicted() -> None:
     assert read_command(f"vllm serve m --speculative-config '{told}'").drafts == 2
     assert read_command("vllm serve m --speculative-config nonsense").drafts is None
     assert read_command("vllm serve m").drafts == 0
+
+
+def advised(command: str, machine: str = "rtx-pro-6000-x8") -> Advice:
+    set_up = read_command(command)
+    shape = read_shape(known_model(set_up.model))
+    return advise(set_up, shape, machine_of(machine), Workload(), RankLedgers(), "throughput")
+
+
+def test_the_format_of_caches_is_predicted() -> None:
+    command = "vllm serve glm-5.3-NVFP4 -tp 8 --max-model-len 131072"
+    own, coded, plain, odd = (
+        advised(f"{command}{more}")
+        for more in ("", " --kv-cache-dtype fp8", " --kv-cache-dtype bfloat16",
+                     " --kv-cache-dtype turbo3")
+    )  # fmt: skip
+    taken = [one.fits.total_bytes for one in (own, coded, plain, odd) if one.fits is not None]
+    assert taken[0] == taken[1] == taken[3] < taken[2]
+    steps = [one.now.tpot_s for one in (own, coded, plain, odd) if one.now is not None]
+    assert steps[0] == steps[1] == steps[3] < steps[2]
+    assert any("caches is not known here" in note for note in odd.notes)
+    assert not any("caches is not known here" in note for note in plain.notes)
+
+
+@pytest.mark.parametrize(
+    ("command", "name", "gpus"),
+    [
+        ("vllm serve m -tp 2 -pcp 4", "TP2 CP4 | TP8", 8),
+        ("vllm serve m -tp 4 -pcp 1", "TP4", 4),
+        (f"{SGLANG_COMMAND} --tp 8 --attn-cp-size 4 --enable-prefill-cp", "TP2 CP4 | TP8", 8),
+        (f"{SGLANG_COMMAND} --tp 4 --enable-nsa-prefill-context-parallel", "CP4 | TP4", 4),
+        (f"{SGLANG_COMMAND} --tp 8 --dp 8 --enable-dp-attention", "CP8 | TP8", 8),
+        (f"{SGLANG_COMMAND} --tp 8 --dp 2 --enable-dp-attention --attn-cp-size 4", "CP8 | TP8", 8),
+        (f"{SGLANG_COMMAND} --tp 2 --dp 2", "2 x TP2", 4),
+    ],
+)
+def test_prompts_divided_by_tokens_are_read(command: str, name: str, gpus: int) -> None:
+    layouts = read_command(command).layouts
+    assert (layouts.name, layouts.gpus) == (name, gpus)
+
+
+def test_prompts_divided_by_tokens_are_predicted() -> None:
+    heads = advised(f"{SGLANG_COMMAND} --tp 4")
+    tokens = advised(f"{SGLANG_COMMAND} --tp 4 --attn-cp-size 4")
+    assert heads.now is not None and tokens.now is not None
+    assert tokens.now.input_per_s > 1.2 * heads.now.input_per_s
+    assert tokens.now.tpot_s == heads.now.tpot_s
+    assert any("repeats attention" in note for note in tokens.notes)
+    assert heads.fits is not None and tokens.fits is not None
+    assert tokens.fits.total_bytes > heads.fits.total_bytes  # whole attention weights
+    with pytest.raises(UserError, match="3 parts of a prompt do not divide 4 ranks"):
+        read_command(f"{SGLANG_COMMAND} --tp 4 --attn-cp-size 3")
 
 
 def test_decoding_without_graphs_is_predicted_slower() -> None:

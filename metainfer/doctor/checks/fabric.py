@@ -52,8 +52,8 @@ _FEW_BYTES = 4096
 _WIKI = "github.com/local-inference-lab/rtx6kpro"
 _KEYS = (
     'tell the driver to take peer access over BAR1: k="ForceP2P=0x11;RMForceP2PType=1;'
-    'RMPcieP2PType=2"; k="$k;GrdmaPciTopoCheckOverride=1;EnableResizableBar=1"; echo "options nvidia'
-    ' NVreg_RegistryDwords=\\"$k\\"" | sudo tee /etc/modprobe.d/nvidia-p2p.conf; sudo'
+    'RMPcieP2PType=2"; k="$k;GrdmaPciTopoCheckOverride=1;EnableResizableBar=1"; echo "options'
+    ' nvidia NVreg_RegistryDwords=\\"$k\\"" | sudo tee /etc/modprobe.d/nvidia-p2p.conf; sudo'
     " update-initramfs -u; start anew;"
     " take it back if `metainfer probe --measure` then finds payloads wrong or mappings refused"
 )
