@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from metainfer.core.errors import UserError
-from metainfer.core.files import replace_file
+from metainfer.core.files import replace_file, require_ours
 from metainfer.hardware.machine import Clocks, Machine, Unknown
 from metainfer.kernels import verify_record
 from metainfer.kernels.record_fields import (
@@ -281,7 +281,14 @@ def find(facts: Mapping[str, Any], cache: Path | None = None) -> Found:
     entries: list[Mapping[str, Any]] = []
     others: list[tuple[list[str], Mapping[str, Any]]] = []
     broken = []
-    for path in sorted((cache or tuning.default_cache()).glob("*.json")):
+    folder = cache or tuning.default_cache()
+    try:
+        require_ours(folder)
+    except FileNotFoundError:
+        return Found()
+    except OSError as error:
+        return Found(broken=(f"what was tuned is ignored: {error}",))
+    for path in sorted(folder.glob("*.json")):
         try:
             record = read(path.read_bytes())
             known = [one for one in record["entries"] if one["op"] in OPS]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from metainfer.core.errors import UserError
+from metainfer.core.files import require_ours
 from metainfer.kernels.registry import Kernel
 from metainfer.kernels.verify_record import default_cache, key_of, read_record
 from metainfer.kernels.verify_run import State
@@ -55,11 +56,14 @@ def known(facts: Mapping[str, Any], cache_dtype: str, cache: Path | None = None)
 
 
 def records(pattern: str, cache: Path | None = None) -> list[dict[str, Any]]:
-    """Those that were kept under such names, oldest first."""
+    """Those that were kept under such names, oldest first; none where others may write."""
     found = []
-    for path in (cache or default_cache()).glob(pattern):
-        with suppress(OSError, UserError):
-            found.append(read_record(path.read_bytes()))
+    folder = cache or default_cache()
+    with suppress(OSError):
+        require_ours(folder)
+        for path in folder.glob(pattern):
+            with suppress(OSError, UserError):
+                found.append(read_record(path.read_bytes()))
     return sorted(found, key=lambda one: str(one.get("date")))
 
 

@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 from metainfer.arch.record import Arch, LayerKind
-from metainfer.core.files import replace_file
+from metainfer.core.files import replace_file, require_ours
 from metainfer.ops.cache_formats import INDEX_DTYPES, LATENT_DTYPES, PLAIN
 from metainfer.plan.settings import EngineSettings, LoadFormat
 from metainfer.plan.wires import PLAIN as WIRE
@@ -145,7 +145,7 @@ def reason_of(record: Mapping[str, Any]) -> str:
 def keep(record: Mapping[str, Any], key: str, cache: Path | None = None) -> Path:
     """Where the record lies from now on."""
     directory = cache or default_cache()
-    directory.mkdir(parents=True, exist_ok=True)
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     text = json.dumps(record, indent=1)
     mark = hashlib.sha256(text.encode()).hexdigest()[:8]
     path = directory / f"{key}-{mark}.json"
@@ -182,13 +182,15 @@ def cache_proofs(
 
 
 def latest_first(key: str, cache: Path) -> list[dict[str, Any]]:
-    """All that was kept of a checkpoint."""
+    """All that was kept of a checkpoint; nothing where others may write."""
     records = []
-    for path in cache.glob(f"{key}-*.json"):
-        with suppress(OSError, ValueError, RecursionError):
-            record = json.loads(path.read_text(encoding="utf-8"))
-            if isinstance(record, dict):
-                records.append(record)
+    with suppress(OSError):
+        require_ours(cache)
+        for path in cache.glob(f"{key}-*.json"):
+            with suppress(OSError, ValueError, RecursionError):
+                record = json.loads(path.read_text(encoding="utf-8"))
+                if isinstance(record, dict):
+                    records.append(record)
     return sorted(records, key=lambda record: str(record.get("date")), reverse=True)
 
 

@@ -155,3 +155,18 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="taken"):
         replace_file(tmp_path / "taken", b"third")
     assert sorted(found.name for found in tmp_path.iterdir()) == ["record.json", "taken"]
+
+
+def test_what_others_may_write_counts_for_nothing(tmp_path: Path) -> None:
+    record = read_record(json.dumps(sign(VERIFIED)))
+    verify_record.keep(record, tmp_path)
+    (tmp_path / "tuned.json").write_text(json.dumps(tuned_record(tmp_path / "other")))
+    tmp_path.chmod(0o777)
+    assert not known(record["card"], "bfloat16", tmp_path).passed
+    found = tune_record.find(TUNED_CARD, tmp_path)
+    assert found.entries == ()
+    assert found.broken == (f"what was tuned is ignored: {tmp_path} may be written by other users",)
+    tmp_path.chmod(0o755)
+    assert known(record["card"], "bfloat16", tmp_path).passed
+    assert len(tune_record.find(TUNED_CARD, tmp_path).entries) == 1
+    assert tune_record.find(TUNED_CARD, tmp_path / "nowhere").broken == ()

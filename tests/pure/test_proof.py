@@ -149,6 +149,16 @@ def test_another_checkpoint_or_part_of_it_has_no_verdict(model: Path, tmp_path: 
     assert cache_proof(model, PEBBLE, settings, kept) is None
 
 
+def test_a_verdict_that_others_may_have_written_does_not_count(model: Path, tmp_path: Path) -> None:
+    kept, settings = tmp_path / "kept", EngineSettings()
+    keep(record(), model_key(model, settings), kept)
+    assert kept.stat().st_mode & 0o077 == 0
+    kept.chmod(0o770)
+    assert cache_proof(model, PEBBLE, settings, kept) is None
+    kept.chmod(0o700)
+    assert cache_proof(model, PEBBLE, settings, kept) is not None
+
+
 def test_weights_that_were_trained_on_are_another_checkpoint(model: Path) -> None:
     weights = bytearray(100_000)
     path = model / "model.safetensors"

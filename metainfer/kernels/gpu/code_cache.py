@@ -6,11 +6,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
-import os
-import stat
-import tempfile
 from pathlib import Path
 
+from metainfer.core.files import replace_file, require_ours
 from metainfer.kernels.gpu.program import CudaUnit, compiler
 
 CUBIN, PTX = "cubin", "ptx"
@@ -38,7 +36,7 @@ def code_of(
     code: str | bytes = unit.compile(capability).asm[kind]
     with contextlib.suppress(OSError):
         _require_ours(folder)
-        _write(path, code.encode() if isinstance(code, str) else code)
+        replace_file(path, code.encode() if isinstance(code, str) else code)
     return code
 
 
@@ -65,19 +63,5 @@ def _version() -> str:
 
 
 def _require_ours(folder: Path) -> None:
-    """Code from a folder that others may write would be theirs. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    found = folder.stat()
-    if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise PermissionError(f"{folder} may be written by other users")
-
-
-def _write(path: Path, code: bytes) -> None:
-    """The file appears whole."""
-    handle, unfinished = tempfile.mkstemp(dir=path.parent)
-    try:
-        with open(handle, "wb") as file:
-            file.write(code)
-        os.replace(unfinished, path)
-    finally:
-        Path(unfinished).unlink(missing_ok=True)
+    require_ours(folder)

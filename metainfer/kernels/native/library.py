@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from metainfer.core.env import child_environment
+from metainfer.core.files import require_ours
 from metainfer.core.threads import signals_held
 
 _HERE = Path(__file__).parent
@@ -81,18 +82,11 @@ def load_library(cache: Path | None = None) -> Library | str:
     try:
         cache = cache or Path.home() / ".cache" / "metainfer" / "native"
         cache.mkdir(parents=True, exist_ok=True, mode=0o700)
-        _require_ours(cache)
+        require_ours(cache)
         path = cache / f"kernels-{_key(compiler)}.so"
         return Library(path) if _is_whole(path) else _compiled(compiler, path)
     except (OSError, RuntimeError, subprocess.SubprocessError, AttributeError) as error:
         return f"the C kernels cannot be built or loaded: {error}"
-
-
-def _require_ours(cache: Path) -> None:
-    """What is loaded from there runs as this user, so nobody else may write it."""
-    found = cache.stat()
-    if found.st_uid != os.geteuid() or found.st_mode & 0o022:
-        raise RuntimeError(f"{cache} may be written by other users")
 
 
 def _key(compiler: str) -> str:
