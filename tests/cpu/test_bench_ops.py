@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from metainfer.bench import ops_run
 from metainfer.bench.cards import CARDS, projected_s
 from metainfer.bench.ops import NOTHING, OpWork, difference, measure
 from metainfer.bench.ops_generic import generic_side
@@ -51,6 +52,16 @@ def test_all_sides_of_an_operation_take_turns_and_agree() -> None:
     assert "norm.rms_norm w256" in text
     assert "a pass of decode, 2 rows, spends" in text
     assert json.loads(json.dumps(made))["operations"] == made["operations"]
+
+
+def test_inputs_for_which_memory_does_not_suffice_are_refused_in_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ops_run, "_most_bytes", lambda device: 2 * 10**9)
+    made = run_ops(replace(QUICK, ops="norm.rms_norm", prefill_rows=10**7), quietly, quietly)
+    missing = {entry["rows"]: entry["missing"] for entry in made["operations"]}
+    assert missing[2] == {}
+    assert "t allocate memory" in missing[10**7][NOTHING]
 
 
 @pytest.mark.parametrize("op", sorted({use.op for use in uses_of("pebble", 1)}))
