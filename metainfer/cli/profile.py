@@ -36,7 +36,11 @@ def run(
     check_room(chosen, longest, max(load.decode_batches))
     # Each kernel shall have a time of its own.
     alone = replace(
-        chosen.engine, enforce_eager=True, cuda_graph_sizes=(), shared_expert_stream="off"
+        chosen.engine,
+        enforce_eager=True,
+        cuda_graph_sizes=(),
+        shared_expert_stream="off",
+        weights_prefetch="off",
     )
     meter = Meter("cpu")
     with terminal.progress("loading") as progress:

@@ -15,6 +15,7 @@ from metainfer.llm.graphs import CudaGraphs
 from metainfer.llm.runner import FixedShapes, Runner
 from metainfer.llm.sample import Sampler
 from metainfer.models.deepseek_v4 import DeepseekV4
+from metainfer.nn.builder import Prefetch
 from metainfer.nn.cache import CacheStorage
 from metainfer.ops.base import Target
 from metainfer.ops.cache_formats import cache_formats
@@ -22,6 +23,9 @@ from metainfer.plan.plan import Plan
 from metainfer.weights.load import Checkpoint
 
 _log = logging.getLogger(__name__)
+
+# Large GPUs keep what either half of the cache reads in both, so that half of it is sure to stay.
+_SHARE_OF_L2 = 0.5
 
 
 def make_runner(
@@ -41,7 +45,9 @@ def make_runner(
         on_paper: all tensors are on the device "meta", without numbers; no graphs are made.
     """
     device = torch.device("meta" if on_paper else plan.device.value)
-    has_side = plan.shared_expert_stream.value == "on" and not on_paper
+    side = None
+    if plan.shared_expert_stream.value == "on" and not on_paper:
+        side = torch.cuda.Stream(device)
     caches = cache_formats(arch, plan.cache_dtype.value, plan.index_cache_dtype.value)
     draft_rows = plan.draft_rows.value
     model = DeepseekV4(
@@ -59,7 +65,8 @@ def make_runner(
         compute_dtype=getattr(torch, plan.compute_dtype.value),
         activations=plan.activations.value,
         caches=caches,
-        side_stream=torch.cuda.Stream(device) if has_side else None,
+        side_stream=side,
+        prefetch=None if on_paper else _prefetch(plan, device, side),
         draft_rows=draft_rows,
     )
     cache = CacheStorage(
@@ -96,6 +103,15 @@ def make_runner(
         draws=model.stage.is_last,
     )
     return (*model.kernels, *sampler.kernels), runner
+
+
+def _prefetch(plan: Plan, device: torch.device, side: torch.cuda.Stream | None) -> Prefetch | None:
+    """What the plan says of weights that are asked for early. They share the stream of the shared
+    expert: it asks for nothing while that runs, and ends with it."""
+    if plan.weights_prefetch.value == "off":
+        return None
+    cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+    return Prefetch(side or torch.cuda.Stream(device), int(cache_bytes * _SHARE_OF_L2))
 
 
 def _fixed_shapes(plan: Plan, on_paper: bool) -> FixedShapes | None:

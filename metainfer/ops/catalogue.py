@@ -15,6 +15,7 @@ from metainfer.ops import (
     linear,
     moe,
     norm,
+    prefetch,
     quantise,
     rope,
     sample,
@@ -39,6 +40,7 @@ OPS: Mapping[str, Op] = MappingProxyType(
             moe,
             sample,
             step,
+            prefetch,
         )
         for op in module.OPS
     }

@@ -151,6 +151,7 @@ def build_plan(
         compute_dtype=formats.compute_dtype,
         activations=formats.activations,
         shared_expert_stream=_shared_expert_stream(settings, target),
+        weights_prefetch=_weights_prefetch(settings, target),
         cache_dtype=formats.cache_dtype,
         index_cache_dtype=formats.index_cache_dtype,
         tensor_parallel_size=ranks,
@@ -299,6 +300,21 @@ def _shared_expert_stream(settings: EngineSettings, target: Target) -> Value[str
     if target.type == "cuda":
         return Value("on", Origin.DEFAULT, "neither kind of expert fills the GPU to its end")
     return Value("off", Origin.DEFAULT, "a CPU has no streams")
+
+
+def _weights_prefetch(settings: EngineSettings, target: Target) -> Value[str]:
+    given = settings.weights_prefetch
+    if given == "on" and target.type != "cuda":
+        raise UserError(
+            "--weights-prefetch on: weights are asked for beside a GPU's kernels, and this runs on"
+            " the CPU",
+            hint="leave it out",
+        )
+    if given is not None:
+        return Value(given, Origin.FLAG, "given with --weights-prefetch")
+    if target.type != "cuda":
+        return Value("off", Origin.DEFAULT, "a CPU has no streams")
+    return Value("off", Origin.DEFAULT, "nobody has measured that decode steps gain by it")
 
 
 def _residency(served: _Served, capabilities: Capabilities) -> tuple[Value[str], Value[str]]:

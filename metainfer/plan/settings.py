@@ -102,6 +102,13 @@ class EngineSettings:
         choices=SWITCH,
         stability=Stability.EXPERIMENTAL,
     )
+    weights_prefetch: str | None = flag(
+        "--weights-prefetch",
+        "In decode steps of few rows, ask for the weights of the next products while small kernels"
+        " run, so that the L2 cache has them",
+        choices=SWITCH,
+        stability=Stability.EXPERIMENTAL,
+    )
     kv_cache_dtype: str | None = flag(
         "--kv-cache-dtype",
         "Format of the caches of latents and compressed entries; fp8 keeps the bytes that the"
@@ -256,6 +263,7 @@ class EngineSettings:
         _require_choice("--dtype", self.dtype, DTYPES)
         _require_choice("--activations", self.activations, ACTIVATIONS)
         _require_choice("--shared-expert-stream", self.shared_expert_stream, SWITCH)
+        _require_choice("--weights-prefetch", self.weights_prefetch, SWITCH)
         _require_choice("--kv-cache-dtype", self.kv_cache_dtype, LATENT_DTYPES)
         _require_choice("--index-cache-dtype", self.index_cache_dtype, INDEX_DTYPES)
         _require_choice("--wire-dtype", self.wire_dtype, WIRES)

@@ -9,6 +9,7 @@ from metainfer.kernels.reference import (
     linear,
     moe,
     norm,
+    prefetch,
     quantise,
     rope,
     sample,
@@ -31,6 +32,7 @@ BACKENDS: tuple[Backend, ...] = tuple(
         moe,
         sample,
         step,
+        prefetch,
     )
     for backend in module.BACKENDS
 )

@@ -14,6 +14,7 @@ from metainfer.kernels.triton import (
     linear,
     moe,
     norm,
+    prefetch,
     quantise,
     rope,
     route,
@@ -41,6 +42,7 @@ DECLARED: tuple[Declared, ...] = (
     *moe.BACKENDS,
     *sample.BACKENDS,
     *step.BACKENDS,
+    *prefetch.BACKENDS,
 )
 
 
