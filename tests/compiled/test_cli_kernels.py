@@ -76,6 +76,9 @@ def test_coverage_as_text_and_as_json(monkeypatch: pytest.MonkeyPatch, caches: P
     assert max(map(len, lines)) < 100
 
     (caches / "card.json").write_text(record_of({"capability": [8, 9]}))
+    shared = ("--tp", "8", "--decode-context-parallel-size", "2")
+    ran = coverage(monkeypatch, norm, "--target", "sm_89", *shared)
+    assert "one of 8 ranks, 2 of which divide caches, on sm_89" in " ".join(ran.out.split())
     ran = coverage(monkeypatch, norm, "--target", "sm_89", "--json")
     assert ran.code == 0
     (report,) = json.loads(ran.out)
@@ -119,6 +122,9 @@ def test_options_that_cannot_be_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
     assert (ran.code, ran.out) == (2, "")
     assert "there are no kernels for 'sm_75'" in ran.err
     assert "must be at least 1" in metainfer("kernels", "coverage", "--tp", "0").err
+    shared = ("--tp", "8", "--prefill-context-parallel-size", "3")
+    ran = metainfer("kernels", "coverage", "deepseek-v4-flash", *shared)
+    assert "--prefill-context-parallel-size 3 does not divide 8 ranks" in ran.err
     assert "cannot be divided over 3" in metainfer("kernels", "coverage", "pebble", "--tp", "3").err
     monkeypatch.setattr(on_paper, "has_triton", lambda: False)
     ran = metainfer("kernels", "coverage", "pebble")
@@ -129,6 +135,7 @@ def test_list() -> None:
     ran = metainfer("kernels", "list")
     assert (ran.code, ran.err) == (0, "")
     assert "norm.rms_norm, " in ran.out
+    assert "\n\nnative: C, compiled here;" in ran.out
     assert max(map(len, ran.out.splitlines())) < 100
     listed = json.loads(metainfer("kernels", "list", "--json").out)
     norm = listed["norm.rms_norm"]
