@@ -214,7 +214,14 @@ def _text(options: DoctorOptions, patient: Patient, findings: tuple[Finding, ...
         )
         lines += ["", textwrap.fill(told, 100, break_on_hyphens=False)]
         return "\n".join(lines)
-    return "\n".join([*lines, "", findings_text(findings)])
+    lines += ["", findings_text(findings)]
+    if not gpus:
+        told = (
+            "No card was looked at. --machine takes a record of `metainfer probe --out` or the name"
+            f" of a recorded machine: {', '.join(machine_names())}."
+        )
+        lines += ["", textwrap.fill(told, 100, break_on_hyphens=False)]
+    return "\n".join(lines)
 
 
 VERB = Verb(

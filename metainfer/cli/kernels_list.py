@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from metainfer.cli.kernels_text import wrapped
 from metainfer.cli.terminal import Terminal
 from metainfer.cli.verb import Verb
 from metainfer.core.config import flag
@@ -22,6 +23,11 @@ if TYPE_CHECKING:
 _CPU = "cpu"
 _NAME = "list of kernels"
 _COLUMN = 40
+_LEGEND = (
+    "native: C, compiled here; cpu: torch on a CPU; triton: kernels in Triton; cuda: kernels in"
+    " CUDA C++; the reference alone: plain torch, slow, and on a GPU never without being named."
+    " `metainfer kernels explain OP` says why nothing better."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +95,7 @@ def _text(listed: Mapping[str, Mapping[str, Any]]) -> str:
         for target, counts in facts["chosen"].items():
             alike.setdefault(_told(counts), []).append(target)
         lines += [f"  {' '.join(names):<{_COLUMN}}  {told}" for told, names in alike.items()]
+    lines += ["", *wrapped(_LEGEND)]
     return "\n".join(lines)
 
 

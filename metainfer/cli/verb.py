@@ -41,7 +41,11 @@ def parse(verb: Verb, arguments: Sequence[str], environment: Mapping[str, str]) 
     namespace, unknown = parser.parse_known_intermixed_args(list(arguments))
     for word in unknown:
         raise _unknown_argument(verb, word)
-    return [read_flags(namespace, record, environment) for _, record in verb.records]
+    try:
+        return [read_flags(namespace, record, environment) for _, record in verb.records]
+    except UserError as error:
+        hint = error.hint or f"metainfer {verb.name} --help describes every flag"
+        raise UserError(error.message, hint) from error
 
 
 def asks_for_help(arguments: Sequence[str]) -> bool:

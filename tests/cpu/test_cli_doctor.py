@@ -9,6 +9,7 @@ import pytest
 
 from metainfer.doctor.examine import all_checks
 from tests.fakes.command import metainfer
+from tests.fakes.machines import make_machine
 
 ASKED = ("doctor", "deepseek-v4.1-flash", "--machine", "rtx-6000d-x8")
 
@@ -46,6 +47,13 @@ def test_a_machine_alone_a_card_without_kernels_and_none():
     assert ran.code == 2 and "NCCL against the links" in ran.out
     ran = metainfer("doctor", "deepseek-v4-flash", "--machine", "b300-x8")
     assert "there are no kernels for sm_103" in ran.out
+
+
+def test_without_a_gpu_a_model_is_not_said_to_be_well(tmp_path):
+    (tmp_path / "box.json").write_text(make_machine().to_json())
+    ran = metainfer("doctor", "deepseek-v4-flash", "--machine", str(tmp_path / "box.json"))
+    told = " ".join(ran.out.split())
+    assert "No card was looked at. --machine takes a record" in told and "rtx-6000d-x8" in told
 
 
 def test_a_model_that_this_engine_does_not_divide_is_examined_too():

@@ -61,7 +61,8 @@ def test_help_of_a_group_lists_its_verbs() -> None:
         # Before a model is looked for, let alone loaded.
         (["run", "nosuch", "-p", "x", "--top-p", "2"], "--top-p must be above 0 and at most 1", ""),
         (["chat", "nosuch", "--max-tokens", "0"], "--max-tokens must be at least 1", ""),
-        (["weights", "synth"], "DIRECTORY", ""),
+        (["weights", "synth"], "DIRECTORY", "metainfer weights synth --help describes"),
+        (["bench", "paired", "--b", "tuned"], "--a is not given", "metainfer bench paired --help"),
         (["bench", "model", "--rounds", "0"], "--rounds must be at least 1", ""),
     ],
 )
