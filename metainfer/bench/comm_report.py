@@ -17,6 +17,8 @@ from metainfer.core.units import format_bytes, format_seconds
 from metainfer.plan.routes import PREFILL, route
 from metainfer.plan.wires import PLAIN
 
+_MOST_SPREAD = 2.0
+
 
 def record(
     load: CommLoad,
@@ -74,6 +76,13 @@ def _route(points: Sequence[Point], operation: str) -> list[str]:
     except MetainferError as error:
         return [str(error)]
     return [line.replace(f" in {PREFILL}", "") for line in lines]
+
+
+def too_noisy(points: Sequence[Point]) -> bool:
+    """Whether other work on the machine decides more than the ways do: half of the points have
+    samples of which one took more than twice as long as another."""
+    spreads = [max(point.seconds) / min(point.seconds) for point in points if point.seconds]
+    return bool(spreads) and statistics.median(spreads) > _MOST_SPREAD
 
 
 def text_report(made: Mapping[str, Any]) -> str:

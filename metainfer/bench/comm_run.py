@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from metainfer.bench.comm_report import record
+from metainfer.bench.comm_report import record, too_noisy
 from metainfer.bench.comm_settings import CommLoad
 from metainfer.comm.contenders import contenders_on_cpus
 from metainfer.comm.contest import (
@@ -53,8 +53,8 @@ class Found:
 def run_comm(
     load: CommLoad, machine: Machine, on_progress: OnProgress
 ) -> tuple[dict[str, Any], list[Way]]:
-    """The record of a run on the machine at hand, and what plans need of it. Raises GroupError
-    where ranks could not go on together."""
+    """The record of a run on the machine at hand, and what plans may go by, nothing where it is too
+    noisy. Raises GroupError where ranks could not go on together."""
     threads = max(1, machine.cpu.physical_cores // load.ranks)
     world = World(load.ranks)
     try:
@@ -69,7 +69,7 @@ def run_comm(
         world.close()
     facts = json.loads(machine.to_json())
     made = record(load, threads, found.links, found.points, found.missing, facts)
-    return made, ways_of(found.points)
+    return made, [] if too_noisy(found.points) else ways_of(found.points)
 
 
 def _measure(world: World, rank: int, report: Report, asked: tuple[CommLoad, int]) -> Found:

@@ -23,7 +23,7 @@ OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 SUMS = ("all_reduce", "reduce_scatter")
 """Operations whose numbers travel in a wire."""
 
-_GAIN = 0.03  # for which the way is changed as bytes grow
+_GAIN = 0.05  # for which the way is changed as bytes grow
 _WORDS = re.compile(r"(\w+)(?: in (\w+))?: (.+)")
 _THEN = ", then "
 _UP_TO = re.compile(r"(.+) to (\d+)")

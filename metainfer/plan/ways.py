@@ -73,8 +73,7 @@ def _measured(found: Compared, wire: str) -> Value[str]:
             except MetainferError:
                 routes.append(Route(operation, phase, by_bytes(operation)))
                 missing.append(operation if form == PLAIN else f"{operation} in {form}")
-    told = "; ".join(dict.fromkeys(_times(route) for route in routes if _times(route)))
-    reason = f"bench comm on {found.date}: {told}"
+    reason = f"bench comm on {found.date}: {_times(routes)}"
     if missing:
         reason += f"; by bytes alone: {', '.join(dict.fromkeys(missing))}, which it left out"
     return Value(Router(routes).words(), Origin.MEASURED, reason)
@@ -92,7 +91,7 @@ def _foretold(machine: Machine, gpus: Sequence[int], wire: str) -> Value[str]:
                 routes.append(_bounded(route(operation, phase, rivals)))
             except MetainferError:
                 routes.append(plain[-1])
-    told = "; ".join(dict.fromkeys(_times(route) for route in routes if _times(route)))
+    told = _times(routes)
     if not told:
         reason = "NCCL chooses by itself; `metainfer probe --measure` did not measure these GPUs"
         return Value(Router(plain).words(), Origin.DEFAULT, reason)
@@ -108,12 +107,21 @@ def _bounded(found: Route) -> Route:
     return replace(found, steps=steps)
 
 
-def _times(route: Route) -> str:
-    """The largest size of each way, against the next best."""
+def _times(routes: Sequence[Route]) -> str:
+    """Of sums, or else of what was compared: at the largest size of each way, against the next
+    best."""
+    known = [route for route in routes if route.steps[0].seconds]
+    sums = [route for route in known if route.operation == "all_reduce"]
+    told = "; ".join(dict.fromkeys(_times_of(route) for route in sums or known))
+    others = dict.fromkeys(route.operation for route in known if sums and route not in sums)
+    return f"{told}; {', '.join(others)} likewise" if others else told
+
+
+def _times_of(route: Route) -> str:
     told = []
     for step in route.steps:
         if step.seconds:
             size = "" if step.up_to is None else f" at {format_bytes(step.up_to)}"
             rival = f" ({step.second} {format_seconds(step.second_s)})" if step.second else ""
             told.append(f"{step.name} {format_seconds(step.seconds)}{size}{rival}")
-    return f"{route.operation} " + ", ".join(told) if told else ""
+    return f"{route.operation} " + ", ".join(told)

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from metainfer.bench import comm_report
 from metainfer.bench.comm_report import text_report
 from metainfer.bench.comm_settings import CommLoad
 from metainfer.bench.plot_comm import draw_comm
 from metainfer.bench.record import WIDTH
+from metainfer.comm.contest import Point
 from metainfer.core.errors import UserError
 from metainfer.hardware.probe import probe
 from metainfer.plan import comm_record
@@ -23,6 +25,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("comm")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(comm_record, "default_cache", lambda: folder / "kept")
+        patch.setattr(comm_report, "_MOST_SPREAD", 1e9)  # whatever else runs here
         ran = metainfer(
             "bench", "comm", "--ranks", "2", "--max-bytes", "4096", "--rounds", "2", "--wires",
             "int8", "--save-result", "--result-dir", str(folder), "--json",
@@ -75,7 +78,16 @@ def test_what_was_measured_is_kept_for_plans(made: dict[str, Any]) -> None:
     ring = next(way.rival for way in kept.ways if way.rival.name == "ring")
     points = [point for point in made["points"] if point["name"] == "ring"]
     assert ring.bytes == (1024, 4096)
-    assert list(ring.seconds) == [max(point["seconds"]) for point in points]  # of two, the later
+    assert list(ring.seconds) == [min(point["seconds"]) for point in points]
+
+
+def test_samples_that_differ_too_much_are_not_kept() -> None:
+    def points(*spreads: float) -> list[Point]:
+        return [Point("ring", "all_reduce", "plain", True, 1024, (x, 1.0), "") for x in spreads]
+
+    assert not comm_report.too_noisy(points(1.1, 1.9, 9.0))
+    assert comm_report.too_noisy(points(1.1, 2.1, 9.0))
+    assert not comm_report.too_noisy([])
 
 
 def test_what_was_wrong_or_not_reached_is_told(made: dict[str, Any]) -> None:
