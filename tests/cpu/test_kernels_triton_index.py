@@ -24,8 +24,9 @@ PARTS = ((4402, 3), (31, 2))  # (first position, rows): 1,101 entries and 8
 CASES = {
     "dense": IndexCase(4, 32, 40, dtype="float32"),
     "fp8": IndexCase(8, 128, 8, key_format="index_fp8"),
-    "fp4": IndexCase(4, 128, 6, key_format="index_fp4"),
-    "publishes": IndexCase(4, 128, 6, key_format="index_fp4", candidate_blocks=4, publishes=True),
+    "fp4, publishes": IndexCase(
+        4, 128, 6, key_format="index_fp4", candidate_blocks=4, publishes=True
+    ),
 }
 
 
