@@ -81,6 +81,9 @@ NUMBERS: Mapping[str, Callable[[Any, Call, Results], Results]] = MappingProxyTyp
 )
 """By op: (case, the inputs, results) -> results as numbers, and bytes that must be equal."""
 
+CODES_AT: Mapping[str, int] = MappingProxyType({"cache.write": 1})
+"""Which of these numbers are those of codes, by op; of the others the first."""
+
 
 def step(op: str, case: Any) -> float:
     """How far a number may be off, relative to the largest; 0 where numbers are not codes."""

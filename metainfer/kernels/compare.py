@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from metainfer.kernels.coded import FEW, NUMBERS, WRITTEN, step
+from metainfer.kernels.coded import CODES_AT, FEW, NUMBERS, WRITTEN, step
 from metainfer.kernels.inputs.base import Call
 from metainfer.kernels.reference.formats import decode_index
 from metainfer.kernels.registry import Registry
@@ -125,13 +125,15 @@ def _same_codes(
     expected: tuple[Any, ...],
     tolerance: float,
 ) -> Comparison:
-    """The numbers that codes stand for: few differ, by a step of their format at most."""
+    """The numbers that codes stand for: few differ, by a step of their format at most. What a call
+    returns beside codes are numbers as any."""
     numbers = (NUMBERS[op](case, call, results) for results in (actual, expected))
     furthest = step(op, case)
     found = []
-    for ours, theirs in zip(*numbers, strict=True):
-        one = near(ours, theirs, max(tolerance, furthest))
-        if furthest and ours.is_floating_point() and not one.problem:
+    for place, (ours, theirs) in enumerate(zip(*numbers, strict=True)):
+        coded = furthest if place == CODES_AT.get(op, 0) else 0.0
+        one = near(ours, theirs, max(tolerance, coded))
+        if coded and not one.problem:
             other = (ours - theirs).abs() > tolerance * theirs.abs()
             differ, few = int(other.sum()), max(FEW * ours.numel(), 2)
             if differ > few:

@@ -30,8 +30,6 @@ _DEFAULT_ORDER: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 # Where another backend is surely faster than the first of these: products of many rows in cuBLAS.
 _TORCH_FIRST = ("cuda", "torch", "triton")
-# Joined ops whose gain nobody has measured yet: what they join, one after the other, comes first.
-_STEPS_FIRST = ("steps", "triton")
 _ORDER_OF: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
         "cuda": MappingProxyType(
@@ -39,7 +37,6 @@ _ORDER_OF: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
                 "linear.dense": _TORCH_FIRST,
                 "linear.fp8_rows": _TORCH_FIRST,
                 "linear.grouped_fp8_rows": _TORCH_FIRST,
-                "hc.expand_mix_fp8": _STEPS_FIRST,
             }
         )
     }

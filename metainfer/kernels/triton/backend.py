@@ -13,8 +13,6 @@ from metainfer.kernels.triton.launch import TARGETS, Launcher
 from metainfer.ops.base import Target
 
 NAME = "triton"
-STEPS = "steps"
-"""Of an op that joins others: the Triton kernels of these, one after the other."""
 
 Eligible = Callable[[Any, Target], Verdict]
 

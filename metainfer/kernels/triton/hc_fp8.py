@@ -1,9 +1,9 @@
 """hc.expand_mix_fp8 in Triton: one sublayer's output into the streams, and the next one's rows.
 
-Two forms. "steps": the four kernels of `hc.expand`, `hc.mix` and `norm.rms_norm_fp8`, one after the
-other. "triton": of few rows, two launches. The first expands its channels of all streams and
-multiplies what it has just made with fn; the second adds the slices up, does Sinkhorn's rounds in
-one program a row and, in another, collapses, norms and rounds the row.
+Of many rows the four kernels of `hc.expand`, `hc.mix` and `norm.rms_norm_fp8`, one after the other
+(of few too, as the variant "steps"). Of few rows, two launches. The first expands its channels of
+all streams and multiplies what it has just made with fn; the second adds the slices up, does
+Sinkhorn's rounds in one program a row and, in another, collapses, norms and rounds the row.
 """
 
 from __future__ import annotations
@@ -12,29 +12,42 @@ import torch
 import triton
 import triton.language as tl
 
-from metainfer.kernels.registry import Verdict, no
+from metainfer.kernels.registry import Variant, Verdict
 from metainfer.kernels.triton import hc, hc_rows, norm
-from metainfer.kernels.triton.backend import STEPS, Declared, on_gpu
+from metainfer.kernels.triton.backend import Declared
 from metainfer.kernels.triton.codes import e4m3_groups, e8m0_to_float
 from metainfer.kernels.triton.hc import Mixes
 from metainfer.kernels.triton.hc_mix import (
     mix_columns,
     mix_products,
     normed_rows,
-    pre_of_rows,
     sum_of_parts,
 )
+from metainfer.kernels.triton.hc_one_row import collapsed_row, finish_row
 from metainfer.kernels.triton.hc_rows import warps_of
 from metainfer.kernels.triton.launch import Launcher, cdiv, next_power_of_2
 from metainfer.kernels.triton.rows import rounded
 from metainfer.ops.base import Target
 from metainfer.ops.hc import ExpandMixFp8Case
 
-_STREAMS = 4
+_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+_STREAMS = 4  # that a program holds in registers
 _STEP = 32  # channels of all streams that are expanded and multiplied at a time
 _MOST_ROWS = 32  # of a tile: more do not fit in registers
 
 Tensors = tuple[torch.Tensor, ...]
+
+
+@triton.jit
+def _as_it_lies(x):
+    """The same numbers. The compiler would rather compute them a second time where the product
+    wants them, and hand all that they are made of from thread to thread; this goes one way."""
+    if _INTERPRETED:
+        return x
+    elif x.dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], tl.bfloat16, False, 2)
+    else:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], tl.float32, False, 1)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -44,124 +57,63 @@ def expand_partials(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of BM rows, slice of DS channels of all four streams): expands them in place,
-    and gives their products with fn and sums of squares to `partials`."""
+    and gives their products with fn and sums of squares to `partials`.
+
+    J are the streams that are written; a step's channels of all of them are one operand."""
     split = tl.program_id(1)
-    row_B = tl.program_id(0) * BM + tl.arange(0, BM)
-    is_row_B = row_B < T
-    wide_B = row_B.to(tl.int64)
+    row_B, j_J = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, 4)
+    is_row_B, wide_B = row_B < T, row_B.to(tl.int64)
     fn_at_Q, is_fn_Q = mix_columns(parts, 4 * D, M, BN, PARTS)
+    q_KQ = tl.arange(0, 4 * BK)
     acc_BQ = tl.zeros([BM, PARTS * BN], tl.float32)
-    square_BK = tl.zeros([BM, BK], tl.float32)
+    square_BJK = tl.zeros([BM, 4, BK], tl.float32)
+    # A program of few rows waits for memory once: nothing is read after the first store, which the
+    # compiler could not move before it.
+    at_BJ, is_BJ = comb + wide_B[:, None] * 16 + j_J[None, :], is_row_B[:, None]
+    comb0_BJ = tl.load(at_BJ, mask=is_BJ, other=0.0)
+    comb1_BJ = tl.load(at_BJ + 4, mask=is_BJ, other=0.0)
+    comb2_BJ = tl.load(at_BJ + 8, mask=is_BJ, other=0.0)
+    comb3_BJ = tl.load(at_BJ + 12, mask=is_BJ, other=0.0)
+    post_BJ = tl.load(post + wide_B[:, None] * 4 + j_J[None, :], mask=is_BJ, other=0.0)
     for step in range(0, DS, BK):
         d_K = split * DS + step + tl.arange(0, BK)
-        mask_BK, fn_mask = is_row_B[:, None], is_fn_Q[None, :]
+        mask_B1K, fn_mask = is_row_B[:, None, None], is_fn_Q[None, :]
+        fn_d_K = split * DS + step + q_KQ % BK
         if not EVEN:
-            mask_BK = mask_BK & (d_K < D)[None, :]
-            fn_mask = fn_mask & (d_K < D)[:, None]
-        at_BK = streams + wide_B[:, None] * (4 * D) + d_K[None, :]
-        # All is read before any of it is overwritten.
-        x0_BK = tl.load(at_BK, mask=mask_BK, other=0.0).to(tl.float32)
-        x1_BK = tl.load(at_BK + D, mask=mask_BK, other=0.0).to(tl.float32)
-        x2_BK = tl.load(at_BK + 2 * D, mask=mask_BK, other=0.0).to(tl.float32)
-        x3_BK = tl.load(at_BK + 3 * D, mask=mask_BK, other=0.0).to(tl.float32)
-        y_at_BK = y + wide_B[:, None] * y_stride + d_K[None, :]
-        y_BK = tl.load(y_at_BK, mask=mask_BK, other=0.0).to(tl.float32)
+            mask_B1K = mask_B1K & (d_K < D)[None, None, :]
+            fn_mask = fn_mask & (fn_d_K < D)[:, None]
+        fn_at_K = q_KQ // BK * D + fn_d_K
+        fn_KQ = tl.load(fn_at_Q[None, :] + fn_at_K[:, None], mask=fn_mask, other=0.0)
+        # Each written stream reads all four by itself, so that no thread waits for another.
+        none_J = (j_J * 0)[None, :, None]
+        at_BJK = streams + (wide_B * (4 * D))[:, None, None] + none_J + d_K[None, None, :]
+        mask_BJK = mask_B1K & (none_J == 0)
+        x0_BJK = tl.load(at_BJK, mask=mask_BJK, other=0.0).to(tl.float32)
+        x1_BJK = tl.load(at_BJK + D, mask=mask_BJK, other=0.0).to(tl.float32)
+        x2_BJK = tl.load(at_BJK + 2 * D, mask=mask_BJK, other=0.0).to(tl.float32)
+        x3_BJK = tl.load(at_BJK + 3 * D, mask=mask_BJK, other=0.0).to(tl.float32)
+        y_at_BJK = y + (wide_B * y_stride)[:, None, None] + none_J + d_K[None, None, :]
+        y_BJK = tl.load(y_at_BJK, mask=mask_BJK, other=0.0).to(tl.float32)
         if more is not None:
-            more_at_BK = more + wide_B[:, None] * more_stride + d_K[None, :]
-            y_BK += tl.load(more_at_BK, mask=mask_BK, other=0.0).to(tl.float32)
-        for j in tl.static_range(4):
-            comb_at_B = comb + wide_B * 16 + j
-            out_BK = x0_BK * tl.load(comb_at_B, mask=is_row_B, other=0.0)[:, None]
-            out_BK += x1_BK * tl.load(comb_at_B + 4, mask=is_row_B, other=0.0)[:, None]
-            out_BK += x2_BK * tl.load(comb_at_B + 8, mask=is_row_B, other=0.0)[:, None]
-            out_BK += x3_BK * tl.load(comb_at_B + 12, mask=is_row_B, other=0.0)[:, None]
-            post_B = tl.load(post + wide_B * 4 + j, mask=is_row_B, other=0.0)
-            out_BK = rounded(out_BK + post_B[:, None] * y_BK, streams)
-            kept_BK = out_BK.to(streams.dtype.element_ty)
-            tl.store(at_BK + j * D, kept_BK, mask=mask_BK)
-            square_BK += out_BK * out_BK
-            fn_at_KQ = fn_at_Q[None, :] + (j * D + d_K)[:, None]
-            fn_KQ = tl.load(fn_at_KQ, mask=fn_mask, other=0.0)
-            acc_BQ = mix_products(kept_BK, fn_KQ, acc_BQ, T, UPCAST)
+            more_at_BJK = more + (wide_B * more_stride)[:, None, None] + none_J + d_K[None, None, :]
+            y_BJK += tl.load(more_at_BJK, mask=mask_BJK, other=0.0).to(tl.float32)
+        # Every thread has read before any writes.
+        tl.debug_barrier()
+        out_BJK = x0_BJK * comb0_BJ[:, :, None] + x1_BJK * comb1_BJ[:, :, None]
+        out_BJK += x2_BJK * comb2_BJ[:, :, None]
+        out_BJK += x3_BJK * comb3_BJ[:, :, None]
+        out_BJK = rounded(out_BJK + post_BJ[:, :, None] * y_BJK, streams)
+        kept_BJK = out_BJK.to(streams.dtype.element_ty)
+        tl.store(at_BJK + (j_J * D)[None, :, None], kept_BJK, mask=mask_BJK)
+        square_BJK += out_BJK * out_BJK
+        kept_BJK = _as_it_lies(kept_BJK)
+        acc_BQ = mix_products(tl.reshape(kept_BJK, [BM, 4 * BK]), fn_KQ, acc_BQ, T, UPCAST)
     n_N = tl.arange(0, BN)
     out_BN = sum_of_parts(acc_BQ, BM, BN, PARTS)
-    out_BN = tl.where(n_N[None, :] == M, tl.sum(square_BK, 1)[:, None], out_BN)
+    square_B = tl.sum(tl.reshape(square_BJK, [BM, 4 * BK]), 1)
+    out_BN = tl.where(n_N[None, :] == M, square_B[:, None], out_BN)
     at_BN = partials + (wide_B * SPLITS + split)[:, None] * BN + n_N[None, :]
     tl.store(at_BN, out_BN, mask=is_row_B[:, None] & (n_N <= M)[None, :])
-
-
-@triton.jit
-def _softmax(at, eps):
-    """Of four numbers in memory, and eps."""
-    a, b, c, d = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
-    most = tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
-    a, b, c, d = tl.exp(a - most), tl.exp(b - most), tl.exp(c - most), tl.exp(d - most)
-    inverse = 1.0 / ((a + b) + (c + d))
-    return a * inverse + eps, b * inverse + eps, c * inverse + eps, d * inverse + eps
-
-
-@triton.jit
-def _finish_row(
-    partials, base, post, comb, row, norm_eps, eps,
-    ITERATIONS: tl.constexpr, K: tl.constexpr, M: tl.constexpr, SPLITS: tl.constexpr,
-    BP: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """post and comb of one row. Each thread does all rounds by itself: sixteen numbers fit, and
-    nothing is handed from thread to thread 39 times."""
-    p_P, n_N = tl.arange(0, BP), tl.arange(0, BN)
-    at_PN = partials + (row * SPLITS + p_P)[:, None] * BN + n_N[None, :]
-    # Columns behind the sum of squares were never written.
-    is_PN = (p_P < SPLITS)[:, None] & (n_N <= M)[None, :]
-    sum_N = tl.sum(tl.load(at_PN, mask=is_PN, other=0.0), 0)
-    base_N = tl.load(base + n_N, mask=n_N < M, other=0.0)
-    square = tl.sum(tl.where(n_N == M, sum_N, 0.0), 0)
-    m_N = sum_N * tl.rsqrt(square / K + norm_eps) + base_N
-    is_post_N = (n_N >= 4) & (n_N < 8)
-    tl.store(post + row * 4 + n_N - 4, 2 * tl.sigmoid(m_N), mask=is_post_N)
-    at = comb + row * 16
-    tl.store(at + n_N - 8, m_N, mask=(n_N >= 8) & (n_N < 24))
-    tl.debug_barrier()
-    a0, a1, a2, a3 = _softmax(at, eps)
-    b0, b1, b2, b3 = _softmax(at + 4, eps)
-    c0, c1, c2, c3 = _softmax(at + 8, eps)
-    d0, d1, d2, d3 = _softmax(at + 12, eps)
-    tl.debug_barrier()
-    # After any round the matrix is r[i] comb[i, j] c[j]; v and w are 1 / r and 1 / c.
-    r0, r1, r2, r3 = 1.0, 1.0, 1.0, 1.0
-    v0, v1, v2, v3 = 1.0, 1.0, 1.0, 1.0
-    w0 = _weighed(a0, b0, c0, d0, r0, r1, r2, r3, eps)
-    w1 = _weighed(a1, b1, c1, d1, r0, r1, r2, r3, eps)
-    w2 = _weighed(a2, b2, c2, d2, r0, r1, r2, r3, eps)
-    w3 = _weighed(a3, b3, c3, d3, r0, r1, r2, r3, eps)
-    for _ in range(ITERATIONS - 1):
-        k0, k1, k2, k3 = 1.0 / w0, 1.0 / w1, 1.0 / w2, 1.0 / w3
-        v0 = _weighed(a0, a1, a2, a3, k0, k1, k2, k3, eps * v0)
-        v1 = _weighed(b0, b1, b2, b3, k0, k1, k2, k3, eps * v1)
-        v2 = _weighed(c0, c1, c2, c3, k0, k1, k2, k3, eps * v2)
-        v3 = _weighed(d0, d1, d2, d3, k0, k1, k2, k3, eps * v3)
-        r0, r1, r2, r3 = 1.0 / v0, 1.0 / v1, 1.0 / v2, 1.0 / v3
-        w0 = _weighed(a0, b0, c0, d0, r0, r1, r2, r3, eps * w0)
-        w1 = _weighed(a1, b1, c1, d1, r0, r1, r2, r3, eps * w1)
-        w2 = _weighed(a2, b2, c2, d2, r0, r1, r2, r3, eps * w2)
-        w3 = _weighed(a3, b3, c3, d3, r0, r1, r2, r3, eps * w3)
-    k0, k1, k2, k3 = 1.0 / w0, 1.0 / w1, 1.0 / w2, 1.0 / w3
-    _store_four(at, a0 * r0 * k0, a1 * r0 * k1, a2 * r0 * k2, a3 * r0 * k3)
-    _store_four(at + 4, b0 * r1 * k0, b1 * r1 * k1, b2 * r1 * k2, b3 * r1 * k3)
-    _store_four(at + 8, c0 * r2 * k0, c1 * r2 * k1, c2 * r2 * k2, c3 * r2 * k3)
-    _store_four(at + 12, d0 * r3 * k0, d1 * r3 * k1, d2 * r3 * k2, d3 * r3 * k3)
-
-
-@triton.jit
-def _weighed(a, b, c, d, x, y, z, w, rest):
-    return ((a * x + b * y) + (c * z + d * w)) + rest
-
-
-@triton.jit
-def _store_four(at, a, b, c, d):
-    tl.store(at, a)
-    tl.store(at + 1, b)
-    tl.store(at + 2, c)
-    tl.store(at + 3, d)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -174,30 +126,22 @@ def finish_fp8(
     """The first T programs finish the mixes of a row each, the others make its rows of codes."""
     pid = tl.program_id(0)
     if pid < T:
-        _finish_row(
+        finish_row(
             partials, base, post, comb, pid.to(tl.int64), norm_eps, eps,
             ITERATIONS, 4 * D, M, SPLITS, BP, BN,
         )  # fmt: skip
     else:
-        row_1 = (pid - T + tl.arange(0, 1)).to(tl.int64)
-        s_S, d_D = tl.arange(0, 4), tl.arange(0, BD)
-        # All is on its way before the first sum waits.
-        x_at_1SD = streams + (row_1 * (4 * D))[:, None, None] + (s_S * D)[None, :, None]
-        is_D = d_D < D
-        x_1SD = tl.load(x_at_1SD + d_D[None, None, :], mask=is_D[None, None, :], other=0.0)
-        weight_D = tl.load(norm_weight + d_D, mask=is_D, other=0.0)
-        pre_1S = pre_of_rows(
-            partials, base, row_1, row_1 < T, norm_eps, eps, 4, D, M, SPLITS, BP, BN
-        )
-        u_1D = tl.sum(x_1SD.to(tl.float32) * pre_1S[:, :, None], 1)
+        row, d_D = (pid - T).to(tl.int64), tl.arange(0, BD)
+        weight_D = tl.load(norm_weight + d_D, mask=d_D < D, other=0.0)
+        u_1D = collapsed_row(streams, partials, base, row, norm_eps, eps, D, BD, M, SPLITS, BP, BN)
         u_1D = rounded(normed_rows(u_1D, weight_D, norm_eps, x, D), x)
-        to_1D = row_1[:, None] * D + d_D[None, :]
-        tl.store(x + to_1D, u_1D.to(x.dtype.element_ty), mask=is_D[None, :])
+        to_1D = row * D + d_D[None, :]
+        tl.store(x + to_1D, u_1D.to(x.dtype.element_ty), mask=(d_D < D)[None, :])
         codes_1GI, scale_1G = e4m3_groups(u_1D, 1, BD, GROUP)
-        tl.store(codes + to_1D, tl.reshape(codes_1GI, (1, BD)), mask=is_D[None, :])
+        tl.store(codes + to_1D, tl.reshape(codes_1GI, (1, BD)), mask=(d_D < D)[None, :])
         g_G = tl.arange(0, BD // GROUP)
         kept_1G = scale_1G.to(tl.uint8) if E8M0 else e8m0_to_float(scale_1G)
-        to_1G = scales + row_1[:, None] * (D // GROUP) + g_G[None, :]
+        to_1G = scales + row * (D // GROUP) + g_G[None, :]
         tl.store(to_1G, kept_1G, mask=(g_G < D // GROUP)[None, :])
 
 
@@ -231,7 +175,7 @@ def expand_mix_fp8(
     more_TD: torch.Tensor | None = None,
 ) -> Tensors:
     rows, hyper = len(streams_TSD), case.hyper
-    if rows > hc.FEW_ROWS:
+    if rows > hc.FEW_ROWS or hyper.streams != _STREAMS:
         return steps(launch, case, weights, streams_TSD, y_TD, post_TS, comb_TSS, more_TD)
     if y_TD is None:
         partials_TPN = hc.partials(launch, hyper, weights, streams_TSD)
@@ -329,17 +273,16 @@ def prepare(
     return hc.prepare_mix(case.hyper, fn_MK, base_M, scale_3, norm_weight_D)
 
 
-def steps_eligible(case: ExpandMixFp8Case, target: Target) -> Verdict:
+def eligible(case: ExpandMixFp8Case, target: Target) -> Verdict:
     return hc.whole_streams(case.hyper, target)
 
 
-def eligible(case: ExpandMixFp8Case, target: Target) -> Verdict:
-    if case.hyper.streams != _STREAMS:
-        return no(f"holds {_STREAMS} streams in registers, not {case.hyper.streams}")
-    return on_gpu(case, target)
-
-
 BACKENDS = (
-    Declared("hc.expand_mix_fp8", expand_mix_fp8, eligible, prepare),
-    Declared("hc.expand_mix_fp8", steps, steps_eligible, prepare, STEPS),
+    Declared(
+        "hc.expand_mix_fp8",
+        expand_mix_fp8,
+        eligible,
+        prepare,
+        variants={"steps": Variant(steps, hc.FEW_ROWS)},
+    ),
 )

@@ -18,6 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from metainfer.kernels.triton.hc_one_row import collapsed_row, finish_row
 from metainfer.kernels.triton.rows import rounded
 
 
@@ -201,11 +202,25 @@ def mix_finish(
     mixing = tl.cdiv(T, R) if ITERATIONS else 0
     pid = tl.program_id(0)
     if pid < mixing:
-        if ITERATIONS:
+        if ITERATIONS and R == 1 and S == 4:
+            finish_row(
+                partials, base, post, comb, pid.to(tl.int64), norm_eps, eps, ITERATIONS, S * D, M,
+                SPLITS, BP, BN,
+            )  # fmt: skip
+        elif ITERATIONS:
             finish_mixes(
                 partials, base, None, post, comb, pid * R, T, norm_eps, eps, ITERATIONS, R, S * D,
                 S, M, SPLITS, BP, BN, False,
             )  # fmt: skip
+    elif R == 1 and RC == 1 and S == 4:
+        row, d_D = (pid - mixing).to(tl.int64), tl.arange(0, BD)
+        if NORM:
+            weight_D = tl.load(norm_weight + d_D, mask=d_D < D, other=0.0)
+        u_1D = collapsed_row(streams, partials, base, row, norm_eps, eps, D, BD, M, SPLITS, BP, BN)
+        if NORM:
+            u_1D = normed_rows(u_1D, weight_D, norm_eps, u, D)
+        to_1D = u + row * D + d_D[None, :]
+        tl.store(to_1D, rounded(u_1D, u).to(u.dtype.element_ty), mask=(d_D < D)[None, :])
     else:
         collapse_rows(
             streams, partials, base, norm_weight, u, (pid - mixing) * RC, T, norm_eps, eps,
