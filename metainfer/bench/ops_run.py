@@ -73,6 +73,8 @@ def run_ops(
     results = [replace(found[_alike(work)], work=work) for work in works if _alike(work) in found]
     if not results:
         raise UserError("there was time for no operation", hint="give a longer --budget")
+    if left := len(distinct) - len(found):
+        on_step(f"{left} of {len(distinct)} operations were not reached: give a longer --budget")
     machine = json.loads(probe().to_json())
     return record(results, load, facts[0] if facts else None, machine)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,6 +35,20 @@ RATES = Rates(2e9, {"float32": 1e9, "bfloat16": 4e9}, 1e-6)
 
 def quietly(*_: object) -> None:
     pass
+
+
+def test_what_the_time_does_not_reach_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def first_alone(*arguments: Any, **_: Any) -> None:
+        _, _, ((first, *_), *_), _, failed = arguments[:5]
+        failed(first[0], "it broke")
+
+    monkeypatch.setattr(ops_run, "in_processes", first_alone)
+    said: list[str] = []
+    run_ops(replace(QUICK, ops="norm.rms_norm", budget_s=1.0), quietly, said.append)
+    count = int(said[0].split()[0])
+    assert count > 1
+    left = f"{count - 1} of {count} operations were not reached: give a longer --budget"
+    assert said[1:] == [left]
 
 
 def test_all_sides_of_an_operation_take_turns_and_agree() -> None:
