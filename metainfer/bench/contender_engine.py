@@ -6,7 +6,7 @@ import json
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from metainfer.bench.contender import Prompts, Timing
 from metainfer.bench.positions import check_positions
 from metainfer.bench.positions_watch import PositionsWatch
 from metainfer.bench.quality import checked
-from metainfer.bench.stage import SPARE_TOKENS
 from metainfer.bench.traffic import Arrival, Served
 from metainfer.bench.watched import Watched
 from metainfer.core.errors import MetainferError, UserError
@@ -76,18 +75,8 @@ class EngineContender:
     def decode(self, prompts: Prompts, count: int) -> Timing:
         """Timed are the first so many tokens that come once all sequences have one: whoever was
         first out of prefill runs on until then, so that the whole batch runs all the time."""
-        wanted = len(prompts) * (count - 1)
-        without_token = set(range(len(prompts)))
-        tokens, started_s, ended_s = 0, 0.0, 0.0
-        for index, now_s in self._tokens(prompts, count + SPARE_TOKENS):
-            if without_token:
-                without_token.discard(index)
-                started_s = now_s
-            else:
-                tokens, ended_s = tokens + 1, now_s
-            if tokens == wanted:
-                break
-        return Timing(tokens, ended_s - started_s)
+        room = self._engine.plan.max_model_len.value - max(map(len, prompts))
+        return timed_batch(self._tokens(prompts, room), len(prompts), count, room)
 
     def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
         (result,) = self._generate([prompt], _greedy(count))
@@ -208,6 +197,38 @@ class EngineContender:
             live -= {event.request_id for event in ended}
             for event in ended:
                 self._count(event.usage)
+
+
+def timed_batch(
+    arrivals: Iterable[tuple[int, float]], sequences: int, count: int, room: int
+) -> Timing:
+    """`count` - 1 tokens of each of the sequences, from when all have one.
+
+    Args:
+        arrivals: (which sequence, seconds) of each new token.
+        room: tokens that a sequence can have.
+
+    Raises MetainferError if one ended before, and left a smaller batch.
+    """
+    wanted = sequences * (count - 1)
+    without_token = set(range(sequences))
+    left = dict.fromkeys(range(sequences), room)
+    tokens, started_s, ended_s = 0, 0.0, 0.0
+    for index, now_s in arrivals:
+        left[index] -= 1
+        if without_token:
+            without_token.discard(index)
+            started_s = now_s
+        else:
+            tokens, ended_s = tokens + 1, now_s
+        if not without_token and tokens == wanted:
+            return Timing(tokens, ended_s - started_s)
+        if not left[index]:
+            break
+    raise MetainferError(
+        f"a sequence had its {room} tokens before all {sequences} had decoded {count} together:"
+        " give a larger --max-model-len"
+    )
 
 
 class _Watched:

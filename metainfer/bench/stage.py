@@ -20,8 +20,8 @@ from metainfer.ops.kernel_order import COMPOSED, OPEN
 from metainfer.ops.uses_v4 import served_uses
 from metainfer.plan.settings import EngineSettings
 
-SPARE_TOKENS = 64
-"""Room for what sequences generate while others of their batch are still in prefill."""
+_SPARE_TOKENS = 64
+"""Room for what a sequence generates while another of its batch is still in prefill."""
 
 GENERIC, ADAPTED, TUNED = "generic", "adapted", "tuned"
 OPEN_STAGE = "open"
@@ -91,14 +91,15 @@ def parse_setting(text: str, base: EngineSettings, arch: Arch) -> Setting:
 
 def sized(settings: EngineSettings, arch: Arch, longest: int, sequences: int) -> EngineSettings:
     """`settings` with room for the work where no flag says how much: so many sequences, up to the
-    longest. Raises UserError if the model was made for shorter ones."""
+    longest and what they generate while others are in prefill. Raises UserError if the model was
+    made for shorter ones."""
     if longest > arch.max_model_len:
         raise UserError(
             f"{longest} tokens are more than the {arch.max_model_len} that {arch.name} was made"
             " for",
             hint="give shorter lengths",
         )
-    length = min(longest + SPARE_TOKENS, arch.max_model_len)
+    length = min(longest + _SPARE_TOKENS * sequences, arch.max_model_len)
     return replace(
         settings,
         max_model_len=settings.max_model_len or length,

@@ -17,6 +17,8 @@ import pytest
 
 from metainfer.arch.tiny import tiny_arch, tiny_config
 from metainfer.bench import stages
+from metainfer.bench.contender import Timing
+from metainfer.bench.contender_engine import timed_batch
 from metainfer.bench.plot_stages import draw_stages
 from metainfer.bench.side_process import Refused
 from metainfer.bench.stage import parse_setting, sized
@@ -25,7 +27,7 @@ from metainfer.bench.stages_report import record, text_report, wrong_positions
 from metainfer.bench.stages_settings import StagesLoad
 from metainfer.bench.traffic import Pattern, draw_arrivals
 from metainfer.cli.bench_stages import Prepared, transformers_contestant
-from metainfer.core.errors import UserError
+from metainfer.core.errors import MetainferError, UserError
 from metainfer.hardware.machine import Gpu
 from metainfer.ops.kernel_order import COMPOSED
 from metainfer.plan.settings import EngineSettings
@@ -73,10 +75,21 @@ def test_a_setting_that_is_none_is_refused(text: str, message: str) -> None:
 
 
 def test_engines_are_sized_by_the_work() -> None:
-    assert sized(EngineSettings(), ARCH, 100, 5).max_model_len == 164
+    assert sized(EngineSettings(), ARCH, 100, 5).max_model_len == 100 + 5 * 64
     assert sized(BASE, ARCH, 100, 5).max_num_seqs == 3
     with pytest.raises(UserError, match="5000 tokens are more than the 4096"):
         sized(BASE, ARCH, 5000, 1)
+
+
+def test_a_batch_is_timed_while_it_is_whole() -> None:
+    """Sequence 0 has three tokens before 1 has its first; a token takes a second."""
+    order = [0, 0, 0, 1, 0, 1, 0, 1, 0, 1]
+    arrivals = [(index, float(n)) for n, index in enumerate(order)]
+    assert timed_batch(arrivals, sequences=2, count=3, room=9) == Timing(4, 4.0)
+    assert timed_batch(arrivals, sequences=2, count=3, room=6) == Timing(4, 4.0)
+    with pytest.raises(MetainferError, match="had its 4 tokens before all 2 had decoded 3"):
+        timed_batch(arrivals, sequences=2, count=3, room=4)
+    assert timed_batch([(0, 1.0), (0, 1.5)], sequences=1, count=2, room=2) == Timing(1, 0.5)
 
 
 def test_traffic_is_poisson_log_uniform_and_goes_on() -> None:
