@@ -109,13 +109,16 @@ class MixtureOfExperts:
         shared = self._by_heads if step.shares is None else self._by_tokens
         assert shared is not None
         if self._side_stream is None:
-            y_TD = self._routed(x, token_ids_T, step)
+            y_TD = self._routed(x, self._chosen(x, token_ids_T, step), step)
             return self._summed(y_TD, shared(x), step)
         main = torch.cuda.current_stream()
         self._side_stream.wait_stream(main)
+        # First, so that the shared expert's products, which fill the GPU, do not keep the choice
+        # waiting, and the routed experts with it.
+        chosen = self._chosen(x, token_ids_T, step)
         with torch.cuda.stream(self._side_stream):
             shared_TD = shared(x)
-        y_TD = self._routed(x, token_ids_T, step)
+        y_TD = self._routed(x, chosen, step)
         # All that either stream reads is held until here, so memory is not used again too early.
         main.wait_stream(self._side_stream)
         return self._summed(y_TD, shared_TD, step)
@@ -131,11 +134,20 @@ class MixtureOfExperts:
             return y_TD, shared_TD
         return (sum_rows(side.heads, (y_TD + shared_TD).to(shared_TD.dtype), step),)
 
-    def _routed(self, x: Rows, token_ids_T: torch.Tensor, step: StepIndex) -> torch.Tensor:
-        """y_TD of the routed experts: fp32, of this rank's part of them; or of all of them in the
-        compute dtype, where rows are shared."""
+    def _chosen(
+        self, x: Rows, token_ids_T: torch.Tensor, step: StepIndex
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """ids_TK and weights_TK of experts."""
         hashed = (token_ids_T,) if self._hashes else ()
         ids_TK, weights_TK = self._route(x.plain, *hashed, step.padding_T1)
+        return ids_TK, weights_TK
+
+    def _routed(
+        self, x: Rows, chosen: tuple[torch.Tensor, torch.Tensor], step: StepIndex
+    ) -> torch.Tensor:
+        """y_TD of the routed experts: fp32, of this rank's part of them; or of all of them in the
+        compute dtype, where rows are shared."""
+        ids_TK, weights_TK = chosen
         inputs = x.coded if self._coded else (x.plain,)
         if step.shares is None:
             own_TK = ids_TK - self._first_expert if self._first_expert else ids_TK
