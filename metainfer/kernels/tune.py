@@ -113,7 +113,8 @@ def works_of(
 
 
 def _loads(use: Use, sizes: TuneSizes, longest: int) -> dict[int, tuple[Load, ...]]:
-    """Of several contexts that cost the same, the first."""
+    """By rows; of several contexts that cost the same, the first. A step of prefill has as many
+    rows as wanted wherever a sequence can be so long: contexts are no shorter than that."""
     wanted = {
         *(sizes.decode_batches if DECODE in use.phases else ()),
         *(sizes.prefill_rows if PREFILL in use.phases else ()),
@@ -122,11 +123,13 @@ def _loads(use: Use, sizes: TuneSizes, longest: int) -> dict[int, tuple[Load, ..
     for rows in sorted(wanted):
         loads: dict[Any, Load] = {}
         for count in sizes.entries:
-            tokens = min(count * max(getattr(use.case, "ratio", 1), 1), longest)
-            most = min(rows, tokens) if PREFILL in use.phases else rows
-            load = Load(most, tokens)
+            tokens = count * max(getattr(use.case, "ratio", 1), 1)
+            load = Load(rows, min(tokens, longest))
+            if PREFILL in use.phases:
+                tokens = min(max(tokens, rows), longest)
+                load = Load(min(rows, tokens), tokens)
             loads.setdefault(OPS[use.op].cost(use.case, load), load)
-        found[max(load.rows for load in loads.values())] = tuple(loads.values())
+        found[load.rows] = tuple(loads.values())
     return found
 
 
