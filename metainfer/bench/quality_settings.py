@@ -9,7 +9,7 @@ from typing import Any
 
 from metainfer.core.config import REQUIRED, flag
 from metainfer.core.errors import UserError
-from metainfer.core.ranges import require_least
+from metainfer.core.ranges import require_drawable, require_least
 from metainfer.plan.proof import LIMITS
 
 
@@ -68,6 +68,7 @@ class QualityLoad:
             ("--answer-len", self.answers, 1),
         ):
             require_least(name, value, least)
+        require_drawable("--windows", self.windows)
         for name, limit, most in (
             ("--most-kl", self.most_kl, math.inf),
             ("--most-perplexity-rise", self.most_rise, math.inf),

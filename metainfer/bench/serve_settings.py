@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from metainfer.core.config import flag
 from metainfer.core.errors import UserError
-from metainfer.core.ranges import require_above_zero, require_least, require_range
+from metainfer.core.ranges import require_above_zero, require_drawable, require_least, require_range
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
 ENDPOINTS = MappingProxyType({"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"})
@@ -113,6 +113,7 @@ class ServeLoad:
 
     def __post_init__(self) -> None:
         require_least("--num-prompts", self.num_prompts, 1)
+        require_drawable("--num-prompts", self.num_prompts)
         require_least("--random-input-len", self.random_input_len, 1)
         require_least("--random-output-len", self.random_output_len, 1)
         require_range(

@@ -10,7 +10,7 @@ from metainfer.bench.stage import USUAL_STAGES
 from metainfer.bench.traffic import Pattern
 from metainfer.core.config import flag, parse_positive
 from metainfer.core.errors import UserError
-from metainfer.core.ranges import require_above_zero, require_least, require_range
+from metainfer.core.ranges import require_above_zero, require_drawable, require_least, require_range
 
 AUTO, TOGETHER, IN_TURNS = "auto", "together", "in-turns"
 TRANSFORMERS = "transformers"
@@ -101,6 +101,7 @@ class StagesLoad:
             ("--check-positions", self.check_positions, 0),
         ):
             require_least(name, value, least)
+        require_drawable("--num-prompts", self.requests)
         if len(self.traffic_lens) != 2 or self.traffic_lens[0] > self.traffic_lens[1]:
             raise UserError("--traffic-lens takes two lengths, the shorter first")
         require_above_zero("--request-rate", self.request_rate)

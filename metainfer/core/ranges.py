@@ -9,6 +9,9 @@ from metainfer.core.errors import UserError
 
 Given = float | Sequence[float] | None
 
+MOST_DRAWN = 1_000_000
+"""Requests, or windows of text, that are drawn before the first is used: more fill the memory."""
+
 
 def require_least(name: str, given: Given, least: float) -> None:
     """Raise UserError unless each number given is at least `least`, and finite."""
@@ -18,6 +21,11 @@ def require_least(name: str, given: Given, least: float) -> None:
 def require_above_zero(name: str, given: Given) -> None:
     """Raise UserError unless each number given is above 0; it may be infinite."""
     require_range(name, given, lambda number: number > 0, "above 0")
+
+
+def require_drawable(name: str, given: Given) -> None:
+    """Raise UserError unless so many can be drawn beforehand."""
+    require_range(name, given, lambda number: number <= MOST_DRAWN, f"at most {MOST_DRAWN:,}")
 
 
 def require_range(name: str, given: Given, holds: Callable[[float], bool], range_: str) -> None:

@@ -6,8 +6,11 @@ import math
 
 import pytest
 
+from metainfer.bench.quality_settings import QualityLoad
+from metainfer.bench.serve_settings import ServeLoad
+from metainfer.bench.stages_settings import StagesLoad
 from metainfer.core.errors import UserError
-from metainfer.core.ranges import require_above_zero, require_least, require_range
+from metainfer.core.ranges import MOST_DRAWN, require_above_zero, require_least, require_range
 
 
 def test_numbers_in_range_pass_and_what_is_not_given() -> None:
@@ -31,3 +34,14 @@ def test_other_ranges_are_named() -> None:
         require_above_zero("--rate", -0.5)
     with pytest.raises(UserError, match="--share must be from 0 to 1, not 2"):
         require_range("--share", 2, lambda share: 0 <= share <= 1, "from 0 to 1")
+
+
+def test_what_is_drawn_beforehand_fits_into_memory() -> None:
+    QualityLoad(a="tuned", b="tuned", windows=MOST_DRAWN)
+    for made in (
+        lambda: QualityLoad(a="tuned", b="tuned", windows=10**11),
+        lambda: StagesLoad(requests=10**11),
+        lambda: ServeLoad(num_prompts=10**11),
+    ):
+        with pytest.raises(UserError, match=r"at most 1,000,000, not 100,000,000,000"):
+            made()
