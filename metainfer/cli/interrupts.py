@@ -3,15 +3,21 @@ inside an import.
 
 Libraries hold imports of theirs in `except` clauses that swallow whatever comes: a command would go
 on as if nobody had pressed anything, or fail with what a half-imported library raises later. So a
-signal that comes while something is imported waits until that is done; a second one does not.
+signal that comes while something is imported waits until that is done, but not for long; a second
+one does not wait.
 """
 
 from __future__ import annotations
 
+import os
 import signal
+import time
 from types import FrameType
 
 _AGAIN_S = 0.02
+_LONGEST_S = 2.0
+"""That an import may delay the end of a process. Imports that take longer are those of the first
+moments, when nothing is to be cleaned up."""
 _IMPORTS = "<frozen importlib"
 
 
@@ -44,9 +50,12 @@ def _waits(number: int, frame: FrameType | None) -> bool:
     if not _is_importing(frame):
         return False
     handler = signal.signal(number, signal.SIG_DFL)
+    until_s = time.monotonic() + _LONGEST_S
 
     def again(_alarm: int, then: FrameType | None) -> None:
         if _is_importing(then):
+            if time.monotonic() > until_s:
+                os._exit(128 + number)
             signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
             return
         signal.signal(number, handler)

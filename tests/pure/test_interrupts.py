@@ -48,6 +48,12 @@ def test_a_second_signal_inside_an_import_ends_the_process(tmp_path: Path) -> No
     assert run(COMMAND, tmp_path).returncode == -signal.SIGINT
 
 
+def test_an_import_that_takes_long_does_not_keep_the_process(tmp_path: Path) -> None:
+    endless = GREEDY.replace("NUMBER", "15") + "while True:\n    pass\n"
+    (tmp_path / "greedy.py").write_text(endless)
+    assert run(COMMAND, tmp_path).returncode == 128 + signal.SIGTERM
+
+
 def run(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(folder)!r})\n{program}"],
