@@ -15,7 +15,7 @@ from metainfer.llm.graphs import CudaGraphs
 from metainfer.llm.runner import FixedShapes, Runner
 from metainfer.llm.sample import Sampler
 from metainfer.models.deepseek_v4 import DeepseekV4
-from metainfer.nn.builder import Prefetch
+from metainfer.nn.builder import Prefetch, SideStream
 from metainfer.nn.cache import CacheStorage
 from metainfer.ops.base import Target
 from metainfer.ops.cache_formats import cache_formats
@@ -45,9 +45,7 @@ def make_runner(
         on_paper: all tensors are on the device "meta", without numbers; no graphs are made.
     """
     device = torch.device("meta" if on_paper else plan.device.value)
-    side = None
-    if plan.shared_expert_stream.value == "on" and not on_paper:
-        side = torch.cuda.Stream(device)
+    side = None if on_paper else side_stream(plan, device)
     caches = cache_formats(arch, plan.cache_dtype.value, plan.index_cache_dtype.value)
     draft_rows = plan.draft_rows.value
     model = DeepseekV4(
@@ -105,13 +103,22 @@ def make_runner(
     return (*model.kernels, *sampler.kernels), runner
 
 
-def _prefetch(plan: Plan, device: torch.device, side: torch.cuda.Stream | None) -> Prefetch | None:
+def side_stream(plan: Plan, device: torch.device) -> SideStream | None:
+    """That of the shared expert."""
+    said = plan.shared_expert_stream.value
+    if said == "off":
+        return None
+    return SideStream(torch.cuda.Stream(device), None if said == "on" else int(said))
+
+
+def _prefetch(plan: Plan, device: torch.device, side: SideStream | None) -> Prefetch | None:
     """What the plan says of weights that are asked for early. They share the stream of the shared
     expert: it asks for nothing while that runs, and ends with it."""
     if plan.weights_prefetch.value == "off":
         return None
     cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
-    return Prefetch(side or torch.cuda.Stream(device), int(cache_bytes * _SHARE_OF_L2))
+    stream = torch.cuda.Stream(device) if side is None else side.stream
+    return Prefetch(stream, int(cache_bytes * _SHARE_OF_L2))
 
 
 def _fixed_shapes(plan: Plan, on_paper: bool) -> FixedShapes | None:

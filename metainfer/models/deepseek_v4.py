@@ -10,7 +10,7 @@ from metainfer.comm.group import Group
 from metainfer.core.errors import MetainferError
 from metainfer.kernels.registry import Registry
 from metainfer.nn.attention import Attention
-from metainfer.nn.builder import LayerBuilder, Prefetch, largest_of
+from metainfer.nn.builder import LayerBuilder, Prefetch, SideStream, largest_of
 from metainfer.nn.cache import CacheStorage
 from metainfer.nn.hyper import HyperConnection, HyperHead, Streams, WrittenStreams
 from metainfer.nn.inputs import DecodeInputs, StepInputs
@@ -81,7 +81,7 @@ class DeepseekV4:
         draft_rows: int = 0,
         activations: str = "plain",
         caches: CacheFormats = FP32_CACHES,
-        side_stream: torch.cuda.Stream | None = None,
+        side_stream: SideStream | None = None,
         prefetch: Prefetch | None = None,
     ) -> None:
         """Read all weights and bind all kernels.

@@ -48,6 +48,20 @@ class Rounding(NamedTuple):
     scale: str
 
 
+class SideStream(NamedTuple):
+    """Where work may run beside the current stream.
+
+    Attributes:
+        most_rows: of steps in which it does; None for all.
+    """
+
+    stream: torch.cuda.Stream
+    most_rows: int | None = None
+
+    def takes(self, rows: int) -> bool:
+        return self.most_rows is None or rows <= self.most_rows
+
+
 class Prefetch(NamedTuple):
     """How weights are asked for before they are read.
 
@@ -69,7 +83,7 @@ class LayerBuilder:
         compute_dtype: `dtype` as torch knows it.
         rounding: of rows before products with quantised matrices; None where rows stay as they are.
         caches: formats of the caches that layers write and read.
-        side_stream: where work may run beside the current stream; None for nowhere.
+        side_stream: None where all work runs on the current stream.
         prefetch: None where weights are read when they are wanted and not before.
         weights_nbytes: bytes of all weights that were built so far, in the form they are kept in.
         kernels: all that were bound so far.
@@ -89,7 +103,7 @@ class LayerBuilder:
         stream_dtype: torch.dtype,
         activations: str = "plain",
         caches: CacheFormats = FP32_CACHES,
-        side_stream: torch.cuda.Stream | None = None,
+        side_stream: SideStream | None = None,
         prefetch: Prefetch | None = None,
     ) -> None:
         """`activations`: one of `ops.uses_v4.ACTIVATIONS`."""

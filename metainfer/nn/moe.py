@@ -51,7 +51,8 @@ class MixtureOfExperts:
     rows in the compute dtype. A rank adds what its experts give, or its slices of them: to it, ids
     of experts that are elsewhere are those of none.
 
-    The shared expert runs beside the routed ones on the side stream, where there is one.
+    The shared expert runs beside the routed ones on the side stream, where there is one for so many
+    rows.
 
     Attributes:
         weights: that every row reads: the router's, then the shared expert's.
@@ -108,19 +109,20 @@ class MixtureOfExperts:
     ) -> tuple[torch.Tensor, ...]:
         shared = self._by_heads if step.shares is None else self._by_tokens
         assert shared is not None
-        if self._side_stream is None:
+        side = self._side_stream
+        if side is None or not side.takes(len(token_ids_T)):
             y_TD = self._routed(x, self._chosen(x, token_ids_T, step), step)
             return self._summed(y_TD, shared(x), step)
         main = torch.cuda.current_stream()
-        self._side_stream.wait_stream(main)
+        side.stream.wait_stream(main)
         # First, so that the shared expert's products, which fill the GPU, do not keep the choice
         # waiting, and the routed experts with it.
         chosen = self._chosen(x, token_ids_T, step)
-        with torch.cuda.stream(self._side_stream):
+        with torch.cuda.stream(side.stream):
             shared_TD = shared(x)
         y_TD = self._routed(x, chosen, step)
         # All that either stream reads is held until here, so memory is not used again too early.
-        main.wait_stream(self._side_stream)
+        main.wait_stream(side.stream)
         return self._summed(y_TD, shared_TD, step)
 
     def _summed(

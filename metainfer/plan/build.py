@@ -290,9 +290,9 @@ def _refuse_more_than_there_is(
 
 def _shared_expert_stream(settings: EngineSettings, target: Target) -> Value[str]:
     given = settings.shared_expert_stream
-    if given == "on" and target.type != "cuda":
+    if given not in (None, "off") and target.type != "cuda":
         raise UserError(
-            "--shared-expert-stream on: streams are a GPU's, and this runs on the CPU",
+            f"--shared-expert-stream {given}: streams are a GPU's, and this runs on the CPU",
             hint="leave it out",
         )
     if given is not None:

@@ -50,7 +50,8 @@ class Plan:
         compute_dtype: "float32" or "bfloat16": activations and matrix products.
         activations: "plain", or "fp8": rounded to e4m3 groups before products with quantised
             matrices.
-        shared_expert_stream: "on": the shared expert runs on a stream beside the routed ones.
+        shared_expert_stream: "on": the shared expert runs on a stream beside the routed ones;
+            "off"; or, such as "64", only in steps of so many rows at most.
         weights_prefetch: "on": decode steps of few rows ask for weights before they read them.
         cache_dtype: format of the caches of latents and entries, "float32", "bfloat16" or "fp8".
         index_cache_dtype: format of index keys: one of these, or "fp4".

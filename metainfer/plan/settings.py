@@ -98,8 +98,9 @@ class EngineSettings:
     )
     shared_expert_stream: str | None = flag(
         "--shared-expert-stream",
-        "Run the shared expert on a stream of its own, beside the routed experts",
-        choices=SWITCH,
+        "Run the shared expert on a stream of its own, beside the routed experts: on, off, or in"
+        " steps of so many rows at most",
+        unit="when",
         stability=Stability.EXPERIMENTAL,
     )
     weights_prefetch: str | None = flag(
@@ -262,7 +263,9 @@ class EngineSettings:
             parse_portable(self.code_for)
         _require_choice("--dtype", self.dtype, DTYPES)
         _require_choice("--activations", self.activations, ACTIVATIONS)
-        _require_choice("--shared-expert-stream", self.shared_expert_stream, SWITCH)
+        given = self.shared_expert_stream
+        if given is not None and given not in SWITCH and not (given.isdecimal() and int(given)):
+            raise UserError(f"--shared-expert-stream {given} is not on, off or a number of rows")
         _require_choice("--weights-prefetch", self.weights_prefetch, SWITCH)
         _require_choice("--kv-cache-dtype", self.kv_cache_dtype, LATENT_DTYPES)
         _require_choice("--index-cache-dtype", self.index_cache_dtype, INDEX_DTYPES)

@@ -14,6 +14,7 @@ from metainfer.hardware.probe import probe
 from metainfer.kernels.builtin import builtin_registry
 from metainfer.llm.batch import BatchBuilder
 from metainfer.llm.graphs import DecodeSteps, Graphs
+from metainfer.llm.make_runner import side_stream
 from metainfer.llm.step import SequenceStep, Step, StepKind
 from metainfer.models.deepseek_v4 import DeepseekV4
 from metainfer.nn.cache import CacheStorage
@@ -68,7 +69,7 @@ def load_pebble(target: Target, **flags: object) -> Loaded:
             compute_dtype=getattr(torch, plan.compute_dtype.value),
             activations=plan.activations.value,
             caches=caches,
-            side_stream=torch.cuda.Stream() if plan.shared_expert_stream.value == "on" else None,
+            side_stream=side_stream(plan, device),
         )
     return Loaded(model, arch.vocab_size, caches, device)
 

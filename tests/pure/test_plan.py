@@ -119,6 +119,22 @@ def test_weights_are_asked_for_early_where_a_flag_says_so_and_a_gpu_runs():
         EngineSettings(weights_prefetch="often")
 
 
+def test_the_shared_expert_has_a_stream_always_never_or_by_rows():
+    able = Capabilities(
+        Target("cuda", (9, 0)), dict.fromkeys(OPS, ("triton",)), ("triton",), frozenset()
+    )
+    machine = make_machine(gpus=(CARD,))
+    for wanted in ("on", "off", "64"):
+        chosen = plan(machine, able=able, shared_expert_stream=wanted).shared_expert_stream
+        assert (chosen.value, chosen.origin) == (wanted, Origin.FLAG)
+    assert plan().shared_expert_stream.value == "off"
+    with pytest.raises(UserError, match="--shared-expert-stream 64: streams are a GPU's"):
+        plan(shared_expert_stream="64")
+    for wrong in ("0", "-1", "few"):
+        with pytest.raises(UserError, match=f"--shared-expert-stream {wrong} is not on, off or"):
+            EngineSettings(shared_expert_stream=wrong)
+
+
 @pytest.mark.parametrize(
     ("flag", "given"),
     [("decode_share", 1.0), ("decode_share", -0.1), ("longest_prefill_s", 0.0)],
