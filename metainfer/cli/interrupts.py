@@ -32,6 +32,13 @@ def handle_signals() -> None:
     signal.signal(signal.SIGTERM, terminate)
 
 
+def let_signals_end() -> None:
+    """From here on either ends the process at once, and none waits any more."""
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 def interrupt(number: int, frame: FrameType | None) -> None:
     """Handler of SIGINT."""
     if not _waits(number, frame):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import signal
 import sys
 import threading
 import traceback
@@ -18,7 +17,7 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import NoReturn
 
-from metainfer.cli.interrupts import Terminated, handle_signals
+from metainfer.cli.interrupts import Terminated, handle_signals, let_signals_end
 from metainfer.cli.terminal import Terminal
 from metainfer.cli.verb import Verb, asks_for_help, help_text, parse
 from metainfer.core.env import bound_spinning, read_environment
@@ -118,8 +117,7 @@ def finish(run: Callable[[], int], terminal: Terminal) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), terminal.out.fileno())
         code = EXIT_BROKEN_PIPE
     # From here a second Ctrl-C ends the process without a traceback.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    let_signals_end()
     if threading.active_count() > 1:
         # Interrupted while a thread loads or computes: native code of such a thread aborts the
         # process if the interpreter is taken down around it.

@@ -106,8 +106,9 @@ def _in_processes(jobs: Sequence[Job], workers: int) -> Iterator[tuple[Job, Outc
     # Children of a process with threads must not be forked from it.
     spawn = multiprocessing.get_context("spawn")
     until, stop = spawn.Pipe(duplex=False)
+    scratch = tempfile.TemporaryDirectory(prefix="metainfer-compile-")
     pool = ProcessPoolExecutor(
-        workers, mp_context=spawn, initializer=_in_silence, initargs=(until,)
+        workers, mp_context=spawn, initializer=_in_silence, initargs=(until, scratch.name)
     )
     futures: dict[Future[Outcome], Job] = {}
     done: SimpleQueue[Future[Outcome]] = SimpleQueue()  # waiting for it takes no lock of theirs
@@ -127,11 +128,14 @@ def _in_processes(jobs: Sequence[Job], workers: int) -> Iterator[tuple[Job, Outc
         pool.shutdown(cancel_futures=True)
         stop.close()
         until.close()
+        scratch.cleanup()
 
 
-def _in_silence(until: Connection) -> None:
-    """Workers end where their parent tells them to or was killed; what native code says at their
+def _in_silence(until: Connection, scratch: str) -> None:
+    """Workers end where their parent tells them to or was killed, and leave files where it removes
+    them; what native code says at their
     end, of references that it lost count of, is nobody's concern."""
+    tempfile.tempdir = scratch
     threading.Thread(target=_end_with_parent, args=(until,), daemon=True).start()
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for descriptor in (1, 2):
