@@ -133,8 +133,8 @@ def _in_processes(jobs: Sequence[Job], workers: int) -> Iterator[tuple[Job, Outc
 
 def _in_silence(until: Connection, scratch: str) -> None:
     """Workers end where their parent tells them to or was killed, and leave files where it removes
-    them; what native code says at their
-    end, of references that it lost count of, is nobody's concern."""
+    them; what native code says at their end, of references that it lost count of, is nobody's
+    concern."""
     tempfile.tempdir = scratch
     threading.Thread(target=_end_with_parent, args=(until,), daemon=True).start()
     nowhere = os.open(os.devnull, os.O_WRONLY)
