@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -29,12 +29,16 @@ class Contender(Protocol):
     def dtype(self) -> str:
         """Of activations and matrix products, such as "bfloat16"."""
 
+    @property
+    def gpus(self) -> tuple[int, ...]:
+        """Numbers of the GPUs that it works on, as torch counts them."""
+
     def prefill(self, prompt: Sequence[int]) -> Timing:
         """Compute one prompt, up to its first new token; the tokens counted are the prompt's."""
 
-    def decode(self, prompts: Prompts, count: int) -> Timing:
+    def decode(self, prompts: Prompts, count: int, on_start: Callable[[], None]) -> Timing:
         """Give each of the equally long prompts `count` greedy tokens. Timed from when all have
-        their first one; the tokens counted are those that come after."""
+        their first one, which `on_start` is told; the tokens counted are those that come after."""
 
     def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
         """`count` greedy tokens after a prompt."""

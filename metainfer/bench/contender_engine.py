@@ -6,7 +6,7 @@ import json
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from metainfer.bench.traffic import Arrival, Served
 from metainfer.bench.watched import Watched
 from metainfer.core.errors import MetainferError, UserError
 from metainfer.core.events import EngineEvent, FinishEvent, FinishReason, TokenEvent, Usage
+from metainfer.hardware.device_names import gpu_number
 from metainfer.hardware.machine import Gpu, Machine, Unknown
 from metainfer.kernels.builtin import builtin_registry
 from metainfer.kernels.open import PROJECTS
@@ -64,6 +65,12 @@ class EngineContender:
     def dtype(self) -> str:
         return self._engine.plan.compute_dtype.value
 
+    @property
+    def gpus(self) -> tuple[int, ...]:
+        plan = self._engine.plan
+        numbers = [gpu_number(plan.of_rank(rank).device.value) for rank in range(plan.ranks)]
+        return tuple(number for number in numbers if number is not None)
+
     def close(self) -> None:
         self._engine.close()
 
@@ -72,11 +79,11 @@ class EngineContender:
         arrivals = [now_s for _, now_s in self._tokens([prompt], 1)]
         return Timing(len(prompt), arrivals[0] - started_s)
 
-    def decode(self, prompts: Prompts, count: int) -> Timing:
+    def decode(self, prompts: Prompts, count: int, on_start: Callable[[], None]) -> Timing:
         """Timed are the first so many tokens that come once all sequences have one: whoever was
         first out of prefill runs on until then, so that the whole batch runs all the time."""
         room = self._engine.plan.max_model_len.value - max(map(len, prompts))
-        return timed_batch(self._tokens(prompts, room), len(prompts), count, room)
+        return timed_batch(self._tokens(prompts, room), len(prompts), count, room, on_start)
 
     def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
         (result,) = self._generate([prompt], _greedy(count))
@@ -200,13 +207,18 @@ class EngineContender:
 
 
 def timed_batch(
-    arrivals: Iterable[tuple[int, float]], sequences: int, count: int, room: int
+    arrivals: Iterable[tuple[int, float]],
+    sequences: int,
+    count: int,
+    room: int,
+    on_start: Callable[[], None],
 ) -> Timing:
     """`count` - 1 tokens of each of the sequences, from when all have one.
 
     Args:
         arrivals: (which sequence, seconds) of each new token.
         room: tokens that a sequence can have.
+        on_start: told when all have one.
 
     Raises MetainferError if one ended before, and left a smaller batch.
     """
@@ -219,6 +231,8 @@ def timed_batch(
         if without_token:
             without_token.discard(index)
             started_s = now_s
+            if not without_token:
+                on_start()
         else:
             tokens, ended_s = tokens + 1, now_s
         if not without_token and tokens == wanted:

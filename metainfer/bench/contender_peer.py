@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,16 +51,21 @@ class PeerContender:
     def dtype(self) -> str:
         return self._dtype
 
+    @property
+    def gpus(self) -> tuple[int, ...]:
+        return () if self._device.type == "cpu" else (torch.cuda.current_device(),)
+
     def prefill(self, prompt: Sequence[int]) -> Timing:
         token_ids = self._ids([prompt])
         started_s = time.perf_counter()
         PeerSession(self._model).step(token_ids).argmax(-1).tolist()
         return Timing(len(prompt), time.perf_counter() - started_s)
 
-    def decode(self, prompts: Prompts, count: int) -> Timing:
+    def decode(self, prompts: Prompts, count: int, on_start: Callable[[], None]) -> Timing:
         session = PeerSession(self._model)
         token_ids = session.step(self._ids(prompts)).argmax(-1)
         token_ids.tolist()
+        on_start()
         started_s = time.perf_counter()
         for _ in range(count - 1):
             token_ids = session.step(token_ids.unsqueeze(1)).argmax(-1)

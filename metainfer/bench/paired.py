@@ -13,6 +13,7 @@ from metainfer.bench.record import table
 from metainfer.bench.stages import StagesRun
 from metainfer.bench.stages_report import not_cold_lines
 from metainfer.bench.stages_report import record as stages_record
+from metainfer.bench.stages_settings import TOGETHER
 from metainfer.bench.statistics_paired import paired_effect
 from metainfer.core.errors import UserError
 
@@ -58,7 +59,7 @@ def text_report(made: Mapping[str, Any]) -> str:
         "95 % confidence",
         "p (t)",
         "p (W)",
-        "B first",
+        "B faster",
     ]
     rows = []
     for work in made["works"]:
@@ -77,9 +78,10 @@ def text_report(made: Mapping[str, Any]) -> str:
         )
     lines = [table(header, rows), "", f"A: {made['a']}", f"B: {made['b']}"]
     cached = sum(side["tokens"]["cached_tokens"] for side in made["sides"].values())
+    apart = "" if made["engines"] == TOGETHER else ", each turn in a process of its own"
     lines.append(
         f"{made['model']}: {made['arch']['layers']} layers; {made['rounds']} pairs, interleaved,"
-        f" order alternating; {cached} prompt tokens cached"
+        f" order alternating{apart}; {cached} prompt tokens cached"
     )
     lines += not_cold_lines(made)
     return "\n".join(lines)

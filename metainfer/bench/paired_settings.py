@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from metainfer.bench.stages_settings import TOGETHER, StagesLoad
+from metainfer.bench.stages_settings import IN_TURNS, TOGETHER, StagesLoad
 from metainfer.core.config import REQUIRED, flag, parse_positive
 from metainfer.core.ranges import require_least
 
@@ -36,6 +36,13 @@ class PairedLoad:
         "--decode-context", "Length of the prompts before decoding", 256, unit="tokens"
     )
     decode_tokens: int = flag("--decode-len", "Tokens decoded per sequence", 32, unit="tokens")
+    engines: str = flag(
+        "--engines",
+        "Whether both engines stay loaded beside each other, or are loaded for each of their turns,"
+        " where they do not fit",
+        TOGETHER,
+        choices=(TOGETHER, IN_TURNS),
+    )
     budget_s: float | None = flag(
         "--budget", "Begin no turn after this time", unit="seconds", parse=parse_positive
     )
@@ -46,7 +53,7 @@ class PairedLoad:
         self.stages()  # checks the rest
 
     def stages(self) -> StagesLoad:
-        """The same as turns of two settings, a round for each pair, with both engines loaded."""
+        """The same as turns of two settings, a round for each pair."""
         return StagesLoad(
             model=self.model,
             settings=(A, B),
@@ -57,7 +64,7 @@ class PairedLoad:
             decode_context=self.decode_context,
             decode_tokens=self.decode_tokens,
             requests=0,
-            engines=TOGETHER,
+            engines=self.engines,
             budget_s=self.budget_s,
             seed=self.seed,
         )

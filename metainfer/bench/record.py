@@ -15,6 +15,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from metainfer.core.env import read_environment
 from metainfer.core.errors import UserError
 from metainfer.hardware.probe import read_versions
 
@@ -40,10 +41,11 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit of the source tree, with "+" behind it if files differ; "unknown" outside one."""
+    """The commit of the source tree, with "+" behind it if files differ; outside one that of
+    METAINFER_COMMIT, or "unknown"."""
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():
-        return "unknown"
+        return read_environment().get("METAINFER_COMMIT", "unknown")
     try:
         return _git(root, "rev-parse", "HEAD") + (
             "+" if _git(root, "status", "--porcelain") else ""

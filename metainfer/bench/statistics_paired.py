@@ -53,7 +53,7 @@ def paired_effect(rates_a: Sequence[float], rates_b: Sequence[float]) -> PairedE
         high=mean + half,
         median=statistics.median(effects),
         t=t,
-        p_t=2.0 * (1.0 - t_probability(abs(t), count - 1)),
+        p_t=2.0 * _upper_tail(abs(t), count - 1),
         p_wilcoxon=_wilcoxon(effects),
         wins=sum(effect > 0 for effect in effects),
     )
@@ -61,10 +61,14 @@ def paired_effect(rates_a: Sequence[float], rates_b: Sequence[float]) -> PairedE
 
 def t_probability(t: float, freedom: int) -> float:
     """P(T <= t) of Student's t with so many degrees of freedom."""
+    return 1.0 - _upper_tail(t, freedom) if t >= 0 else _upper_tail(-t, freedom)
+
+
+def _upper_tail(t: float, freedom: int) -> float:
+    """P(T > t) for t >= 0, small ones too."""
     if math.isinf(t):
-        return 1.0 if t > 0 else 0.0
-    tail = 0.5 * incomplete_beta(freedom / (freedom + t * t), freedom / 2.0, 0.5)
-    return 1.0 - tail if t >= 0 else tail
+        return 0.0
+    return 0.5 * incomplete_beta(freedom / (freedom + t * t), freedom / 2.0, 0.5)
 
 
 def t_quantile(probability: float, freedom: int) -> float:

@@ -43,10 +43,10 @@ def main() -> None:
         return
     ready = {"dtype": contender.dtype, "libraries_bytes": libraries_bytes, **contender.receipt()}
     _reply(replies, ready)
-    card = _Card()
+    cards = Cards.of(contender.gpus)
     for line in sys.stdin:
         try:
-            said = card.measured(answer, contender, json.loads(line))
+            said = cards.measured(answer, contender, json.loads(line))
         except (MetainferError, torch.OutOfMemoryError) as error:
             said = {"failed": (str(error).splitlines() or [type(error).__name__])[0]}
         _reply(replies, said)
@@ -74,12 +74,14 @@ def load(setup: Mapping[str, Any]) -> Contender:
     return PeerContender(model, settings, setup["side"], setup["device"], setup["threads"])
 
 
-def answer(contender: Contender, command: Mapping[str, Any]) -> dict[str, Any]:
-    """Do one piece of work."""
+def answer(
+    contender: Contender, command: Mapping[str, Any], on_start: Callable[[], None]
+) -> dict[str, Any]:
+    """Do one piece of work; `on_start` is told when what is timed begins, if that is later."""
     prompts, count = command.get("prompts", ()), command.get("count", 0)
     works: Mapping[str, Callable[[], dict[str, Any]]] = {
         "prefill": lambda: asdict(contender.prefill(prompts[0])),
-        "decode": lambda: asdict(contender.decode(prompts, count)),
+        "decode": lambda: asdict(contender.decode(prompts, count, on_start)),
         "greedy": lambda: {"ids": contender.greedy(prompts[0], count)},
         "score": lambda: {"scores": contender.score(prompts)},
         "traffic": lambda: _traffic(contender, command["arrivals"]),
@@ -97,31 +99,51 @@ def _traffic(contender: Contender, arrivals: Sequence[Mapping[str, Any]]) -> dic
     return {"served": [asdict(one) for one in served]}
 
 
-class _Card:
-    """The GPU that torch uses, as its driver sees it; nothing where there is none."""
+class Cards:
+    """GPUs as their driver sees them, all those that a side works on."""
 
-    def __init__(self) -> None:
+    def __init__(self, cards: Sequence[NvmlCard]) -> None:
+        self._cards = cards
+        self._before_j: float | None = None
+
+    @classmethod
+    def of(cls, gpus: Sequence[int]) -> Cards:
+        """By torch's numbers; none where the driver tells nothing of one of them."""
+        nvml = Nvml.open() if gpus else Unknown("there are none")
+        if isinstance(nvml, Unknown):
+            return cls(())
         import torch
 
-        self._card: NvmlCard | None = None
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            nvml = Nvml.open()
-            if not isinstance(nvml, Unknown):
-                self._card = nvml.card(f"GPU-{torch.cuda.get_device_properties().uuid}")
+        uuids = [torch.cuda.get_device_properties(gpu).uuid for gpu in gpus]
+        found = [nvml.card(f"GPU-{uuid}") for uuid in uuids]
+        return cls([card for card in found if card is not None] if all(found) else ())
 
     def measured(
         self, work: Callable[..., dict[str, Any]], contender: Contender, command: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """What the work says, and what the card took and how fast its clocks were at the end."""
-        if self._card is None:
-            return work(contender, command)
-        before_j = self._card.energy_j()
-        said = work(contender, command)
-        clocks, after_j = self._card.clocks(), self._card.energy_j()
-        if not isinstance(before_j, Unknown) and not isinstance(after_j, Unknown):
-            said["joules"] = after_j - before_j
-        now = {"sm_mhz": clocks.sm_mhz, "memory_mhz": clocks.memory_mhz}
-        return {**said, "clocks": {k: v for k, v in now.items() if not isinstance(v, Unknown)}}
+        """What the work says, what the cards took together from when it began to be timed, and how
+        fast the slowest clocks were at the end."""
+        self._mark()
+        said = work(contender, command, self._mark)
+        if not self._cards:
+            return said
+        clocks, after_j = [card.clocks() for card in self._cards], self._energy_j()
+        if self._before_j is not None and after_j is not None:
+            said["joules"] = after_j - self._before_j
+        known = {
+            "sm_mhz": [n.sm_mhz for n in clocks if not isinstance(n.sm_mhz, Unknown)],
+            "memory_mhz": [n.memory_mhz for n in clocks if not isinstance(n.memory_mhz, Unknown)],
+        }
+        return {**said, "clocks": {name: min(mhz) for name, mhz in known.items() if mhz}}
+
+    def _mark(self) -> None:
+        self._before_j = self._energy_j()
+
+    def _energy_j(self) -> float | None:
+        """Of all; None where one does not tell."""
+        each = [card.energy_j() for card in self._cards]
+        told = [joules for joules in each if not isinstance(joules, Unknown)]
+        return sum(told) if len(told) == len(each) else None
 
 
 def peak_memory_bytes() -> int:

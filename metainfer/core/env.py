@@ -28,6 +28,12 @@ VARIABLES: tuple[Variable, ...] = (
         "no key",
     ),
     Variable(
+        "METAINFER_COMMIT",
+        "The commit that records name where the sources lie outside of a git checkout, as in an"
+        " image.",
+        "unknown",
+    ),
+    Variable(
         "METAINFER_LOG_LEVEL",
         "How much is logged to stderr: debug, info, warning or error.",
         "info",

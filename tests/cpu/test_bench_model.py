@@ -17,10 +17,13 @@ from metainfer.bench.model_report import agreement, leading_equal, record, text_
 from metainfer.bench.model_settings import ModelLoad, parse_batches
 from metainfer.bench.peer_transformers import PeerSession, load_peer, peer_name
 from metainfer.bench.traffic import Served, draw_prompts
-from metainfer.bench.worker import answer, peak_memory_bytes
+from metainfer.bench.worker import Cards, answer, peak_memory_bytes
 from metainfer.core.errors import UserError
+from metainfer.hardware.facts import Unknown
+from metainfer.hardware.nvml import Nvml
 from metainfer.weights.load import Checkpoint
 from metainfer.weights.synth import write_checkpoint
+from tests.fakes.nvml import FakeCard, FakeLibrary
 
 
 @pytest.fixture(scope="module")
@@ -152,11 +155,13 @@ def test_prompts_differ_by_key_alone() -> None:
 
 class Scripted:
     dtype = "float32"
+    gpus = ()
 
     def prefill(self, prompt: Any) -> Timing:
         return Timing(len(prompt), 2.0)
 
-    def decode(self, prompts: Any, count: int) -> Timing:
+    def decode(self, prompts: Any, count: int, on_start: Any) -> Timing:
+        on_start()
         return Timing(len(prompts) * count, 1.0)
 
     def greedy(self, prompt: Any, count: int) -> list[int]:
@@ -177,22 +182,45 @@ class Scripted:
 
 def test_the_worker_answers_each_kind_of_work() -> None:
     prompts = [[1, 2, 3], [4, 5, 6]]
-    assert answer(Scripted(), {"do": "prefill", "prompts": prompts}) == {
-        "tokens": 3,
-        "seconds": 2.0,
-    }
-    assert answer(Scripted(), {"do": "decode", "prompts": prompts, "count": 4})["tokens"] == 8
-    assert answer(Scripted(), {"do": "greedy", "prompts": prompts, "count": 2}) == {"ids": [7, 7]}
-    assert answer(Scripted(), {"do": "score", "prompts": prompts})["scores"][1][0][0] == -1.0
+    started: list[str] = []
+
+    def done(command: dict[str, Any]) -> dict[str, Any]:
+        return answer(Scripted(), command, lambda: started.append(command["do"]))
+
+    assert done({"do": "prefill", "prompts": prompts}) == {"tokens": 3, "seconds": 2.0}
+    assert done({"do": "decode", "prompts": prompts, "count": 4})["tokens"] == 8
+    assert done({"do": "greedy", "prompts": prompts, "count": 2}) == {"ids": [7, 7]}
+    assert done({"do": "score", "prompts": prompts})["scores"][1][0][0] == -1.0
     arrivals = [{"at_s": 0.0, "prompt": [1, 2], "count": 1, "continues": False}]
-    (served,) = answer(Scripted(), {"do": "traffic", "arrivals": arrivals})["served"]
+    (served,) = done({"do": "traffic", "arrivals": arrivals})["served"]
     assert served["prompt_tokens"] == 2
-    assert answer(Scripted(), {"do": "counted"})["cached_tokens"] == 0
-    assert answer(Scripted(), {"do": "memory"})["peak_bytes"] == pytest.approx(
-        peak_memory_bytes(), rel=0.1
-    )
+    assert done({"do": "counted"})["cached_tokens"] == 0
+    assert done({"do": "memory"})["peak_bytes"] == pytest.approx(peak_memory_bytes(), rel=0.1)
     with pytest.raises(KeyError):
-        answer(Scripted(), {"do": "sleep"})
+        done({"do": "sleep"})
+    assert started == ["decode"]
+
+
+def test_all_cards_of_a_side_are_told_together() -> None:
+    """Two cards, of which one is slower; the third tells no energy. What was spent before the work
+    began to be timed is not counted."""
+    facts = [{"clock_1": 1980}, {"clock_1": 1500}, {}]
+    library = FakeLibrary([FakeCard(**of) for of in facts])
+    spent = iter((1, 2, 1000, 2000, 4000, 7000, 1, 2, 3))  # mJ, card after card
+
+    def energy(handle: Any, value: Any) -> int:
+        value._obj.value = next(spent)
+        return 3 if handle.value == 3 else 0
+
+    library.nvmlDeviceGetTotalEnergyConsumption = energy  # type: ignore[attr-defined]
+    cards = Nvml(library).cards()
+    assert not isinstance(cards, Unknown)
+    command = {"do": "decode", "prompts": [[1]], "count": 3}
+    done = Cards(cards[:2]).measured(answer, Scripted(), command)
+    assert done == {"tokens": 3, "seconds": 1.0, "joules": 8.0, "clocks": {"sm_mhz": 1500}}
+    plain = {"tokens": 3, "seconds": 1.0}
+    assert Cards(cards[2:]).measured(answer, Scripted(), command) == {**plain, "clocks": {}}
+    assert Cards.of(()).measured(answer, Scripted(), command) == plain
 
 
 def test_batches() -> None:

@@ -51,6 +51,8 @@ def test_the_effect_has_an_interval_and_a_test() -> None:
     assert effect.t == pytest.approx(5.6031, abs=1e-4)
     assert effect.p_t == pytest.approx(0.011233, abs=1e-6)
     assert (effect.wins, effect.pairs) == (4, 4)
+    sure = paired_effect([1.0, 1.0001] * 18, [2.0, 2.0004] * 18)
+    assert 0.0 < sure.p_t < 1e-100  # of 1 minus a probability nothing would be left
     same = paired_effect([2.0, 2.0], [2.0, 2.0])
     assert (same.mean, same.t, same.p_t) == (0.0, 0.0, pytest.approx(1.0))
 
@@ -131,10 +133,11 @@ def test_the_verb_pairs_two_engines(tmp_path: Path) -> None:
         "bench", "paired", str(tmp_path), "--load-format", "dummy", "--device", "cpu",
         "--threads", "1", "--a", "generic", "--b", "tuned,--max-num-seqs=3", "--pairs", "2",
         "--input-lens", "24", "--decode-batches", "2", "--decode-context", "12",
-        "--decode-len", "3", "--save-result", "--result-dir", str(tmp_path),
+        "--decode-len", "3", "--engines", "in-turns", "--save-result", "--result-dir",
+        str(tmp_path),
     )  # fmt: skip
     assert ran.code == 0, ran.err
-    assert "2 pairs, interleaved" in ran.out
+    assert "2 pairs, interleaved, order alternating, each turn in a process of its own" in ran.out
     made = json.loads((tmp_path / "bench-paired.json").read_text())
     assert [work["effect"]["pairs"] for work in made["works"]] == [2, 2]
     assert made["sides"]["B"]["receipt"]["settings"]["max_num_seqs"] == 3

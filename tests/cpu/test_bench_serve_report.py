@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from metainfer.bench import record as record_module
 from metainfer.bench.http_stream import Outcome
 from metainfer.bench.record import commit, table, write_json
 from metainfer.bench.serve import Measured, Run
@@ -186,3 +187,13 @@ def test_tables_are_aligned() -> None:
 def test_the_commit_is_a_hash_or_unknown() -> None:
     name = commit().rstrip("+")
     assert name == "unknown" or len(name) == 40
+
+
+def test_outside_of_a_checkout_the_environment_may_tell_the_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record_module, "__file__", str(tmp_path / "metainfer" / "bench" / "x.py"))
+    monkeypatch.delenv("METAINFER_COMMIT", raising=False)
+    assert commit() == "unknown"
+    monkeypatch.setenv("METAINFER_COMMIT", "0123abcd")
+    assert commit() == "0123abcd"

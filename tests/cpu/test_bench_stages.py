@@ -85,11 +85,17 @@ def test_a_batch_is_timed_while_it_is_whole() -> None:
     """Sequence 0 has three tokens before 1 has its first; a token takes a second."""
     order = [0, 0, 0, 1, 0, 1, 0, 1, 0, 1]
     arrivals = [(index, float(n)) for n, index in enumerate(order)]
-    assert timed_batch(arrivals, sequences=2, count=3, room=9) == Timing(4, 4.0)
-    assert timed_batch(arrivals, sequences=2, count=3, room=6) == Timing(4, 4.0)
+    begun: list[int] = []
+
+    def timed(room: int) -> Timing:
+        return timed_batch(iter(arrivals), 2, 3, room, lambda: begun.append(room))
+
+    assert timed(9) == timed(6) == Timing(4, 4.0)
+    assert begun == [9, 6]
     with pytest.raises(MetainferError, match="had its 4 tokens before all 2 had decoded 3"):
-        timed_batch(arrivals, sequences=2, count=3, room=4)
-    assert timed_batch([(0, 1.0), (0, 1.5)], sequences=1, count=2, room=2) == Timing(1, 0.5)
+        timed(4)
+    alone = [(0, 1.0), (0, 1.5)]
+    assert timed_batch(alone, 1, 2, 2, lambda: begun.append(1)) == Timing(1, 0.5)
 
 
 def test_traffic_is_poisson_log_uniform_and_goes_on() -> None:
