@@ -21,14 +21,18 @@ from metainfer.core.errors import UserError
 def record(
     run: StagesRun, load: PairedLoad, model: str, arch: Arch, machine: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The record of the turns, with the effect of each piece of work.
+    """The record of the turns, with the effect of each piece of work that both settings did.
 
-    Raises UserError if a setting failed, or if there was no time for two pairs.
+    Raises UserError if there is none, or if there was no time for two pairs.
     """
     made = stages_record(run, load.stages(), model, arch, machine)
-    for name, side in run.sides.items():
-        for work, why in side.missing.items():
-            raise UserError(f"{name} failed at {work}: {why}", hint="ask for shorter work")
+    failed = {
+        work: (name, why) for name in run.sides for work, why in run.sides[name].missing.items()
+    }
+    made["works"] = [work for work in made["works"] if work["name"] not in failed]
+    if not made["works"]:
+        work, (name, why) = next(iter(failed.items()))
+        raise UserError(f"{name} failed at {work}: {why}", hint="ask for shorter work")
     if run.rounds < 2:
         raise UserError(
             f"there was time for {run.rounds} pairs, and two are needed",
@@ -43,6 +47,15 @@ def record(
         work["effect"] = asdict(paired_effect(rates_a, rates_b))
         work["effects"] = [b / a - 1.0 for a, b in zip(rates_a, rates_b, strict=True)]
     return made
+
+
+def failures(made: Mapping[str, Any]) -> list[str]:
+    """Sentences that say which setting did not do which work, and why."""
+    return [
+        f"{name} failed at {work}: {why}"
+        for name, side in made["sides"].items()
+        for work, why in side["missing"].items()
+    ]
 
 
 def _rates(side: Mapping[str, Any]) -> list[float]:
@@ -83,5 +96,6 @@ def text_report(made: Mapping[str, Any]) -> str:
         f"{made['model']}: {made['arch']['layers']} layers; {made['rounds']} pairs, interleaved,"
         f" order alternating{apart}; {cached} prompt tokens cached"
     )
+    lines += failures(made)
     lines += not_cold_lines(made)
     return "\n".join(lines)

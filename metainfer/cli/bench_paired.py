@@ -19,7 +19,7 @@ from metainfer.shipped import SHIPPED_MODEL
 def run(
     terminal: Terminal, load: PairedLoad, settings: EngineSettings, results: BenchResults
 ) -> int:
-    from metainfer.bench.paired import record, text_report
+    from metainfer.bench.paired import failures, record, text_report
     from metainfer.bench.stages import measure
 
     place = place_of(results, "bench-paired")
@@ -31,7 +31,7 @@ def run(
     machine = json.loads(ready.machine.to_json())
     made = record(measured, load, load.model or SHIPPED_MODEL, ready.arch, machine)
     report(terminal, results, made, place, text_report, _draw)
-    return 1 if made["not_cold"] else 0
+    return 1 if made["not_cold"] or failures(made) else 0
 
 
 def _draw(made: Mapping[str, Any]) -> bytes:

@@ -115,12 +115,20 @@ def test_a_cache_that_serves_costs_the_exit_code(
     assert (ran.code, "NOT COLD: A, decode batch 1" in ran.out) == (1, True), ran.err
 
 
+def test_work_that_one_setting_cannot_do_does_not_cost_the_rest() -> None:
+    measured = run(3, 3, {"prefill 1024": "no room"})
+    made = record(measured, PairedLoad(a="adapted", b="tuned"), "tiny", tiny_arch(), MACHINE)
+    assert [work["name"] for work in made["works"]] == ["decode batch 1"]
+    assert "B failed at prefill 1024: no room" in text_report(made)
+
+
 def test_what_gives_no_effect_is_refused() -> None:
     load = PairedLoad(a="adapted", b="tuned")
     with pytest.raises(UserError, match="time for 1 pairs"):
         record(run(2, 1), load, "tiny", tiny_arch(), MACHINE)
+    both = {"prefill 1024": "no room", "decode batch 1": "no room"}
     with pytest.raises(UserError, match="B failed at prefill 1024: no room"):
-        record(run(3, 3, {"prefill 1024": "no room"}), load, "tiny", tiny_arch(), MACHINE)
+        record(run(3, 3, both), load, "tiny", tiny_arch(), MACHINE)
     with pytest.raises(UserError, match="--pairs must be at least 2"):
         PairedLoad(a="tuned", b="tuned", pairs=1)
     ran = metainfer("bench", "paired", "--a", "tuned")
