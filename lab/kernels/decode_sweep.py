@@ -106,7 +106,7 @@ def candidates(shape: Shape, capability: tuple[int, int], places: int) -> list[C
     blocks = -(-case.heads // chosen.heads)
     listed = case.window + (case.topk or shape.tokens // case.ratio)
     count = -(-listed // chosen.keys)
-    best = splits_of(shape.rows * blocks, count, chosen.keys, places * chosen.resident)
+    best = splits_of(shape.rows * blocks, count, chosen.keys, places * chosen.resident, shape.rows * case.heads)
     for splits in {max(1, best // 2), min(count, best * 2), min(count, best + best // 2), 1} - {best}:
         if shape.rows > 1 or splits > 1:
             found.append(Candidate(chosen, splits))

@@ -22,7 +22,7 @@ from tests.fakes.shapes_only import build_shapes
 H200 = (9, 0)
 PLAIN = CacheFormats(latents="bfloat16", index_keys="bfloat16")
 SLOTS, BLOCKS = 8, 20  # more entries than an indexer chooses
-MOST = {0: 23, 4: 33, 128: 25}
+MOST = {0: 24, 4: 33, 128: 26}
 """Launches and operations of torch of one layer, by ratio."""
 MOST_AROUND = 4
 """The index of the step, what makes streams of tokens, and the last expansion, joined to no mix."""

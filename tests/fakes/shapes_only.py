@@ -56,6 +56,7 @@ def _first_of(size: int) -> Any:
     return SimpleNamespace(
         rank=0,
         size=size,
+        wire="plain",
         all_reduce=lambda partial: partial,
         part=lambda ranks: _first_of(len(ranks)),
     )

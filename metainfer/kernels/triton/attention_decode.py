@@ -32,12 +32,13 @@ from metainfer.kernels.triton.launch import Launcher, cdiv, next_power_of_2, sha
 from metainfer.kernels.triton.prefill_plain import plain_tile, serves
 from metainfer.ops.attention import DENSE, AttentionCase
 
-# In keys, by the time that one takes: the start and end of a program, a merge, and what each split
-# adds to it.
-_START, _MERGE, _SPLIT = 100.0, 150.0, 4.0
+# In keys, by the time that one takes: the start and end of a program, a merge, what each split adds
+# to it, and what each row and head of a split does, which is written and read in fp32.
+_START, _MERGE, _SPLIT, _PARTIAL = 100.0, 40.0, 4.0, 0.018
 
 _GATHER_BYTES = 16
 _FEW_ROWS, _NARROW_HEADS = 64, 16  # of a variant
+_NARROW_SHARE = 4  # programs of blocks of 16 heads: of so many multiprocessors one at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +79,32 @@ def tile_of(case: AttentionCase, capability: tuple[int, int]) -> Tile:
     return Tile("mma", 32, 32, 8, held=256, warps_m=2)
 
 
-def splits_of(programs: int, tiles: int, keys: int, places: int) -> int:
+def narrow_tile_of(case: AttentionCase, capability: tuple[int, int]) -> Tile:
+    """By blocks of 16 heads: four times as many programs as by blocks of 64, each of which waits
+    for less. Two of them on a multiprocessor are no faster than one after the other."""
+    tile = tile_of(case, capability)
+    if tile.kernel == "plain" or tile.heads <= _NARROW_HEADS:
+        return tile
+    return replace(tile_of(replace(case, heads=_NARROW_HEADS), capability), resident=1)
+
+
+def usual_tile_of(case: AttentionCase, rows: int, launch: Launcher) -> Tile:
+    """Narrow where rows are few: one row of V4-Flash over its window took 5.4 us on an H200 in
+    place of 12.0, 8 rows over 640 keys 12 in place of 20."""
+    narrow = narrow_tile_of(case, launch.capability)
+    programs = rows * cdiv(case.heads, narrow.heads)
+    few = programs * _NARROW_SHARE <= launch.multiprocessors
+    return narrow if few else tile_of(case, launch.capability)
+
+
+def splits_of(programs: int, tiles: int, keys: int, places: int, partials: int = 0) -> int:
     """Into how many parts the keys of each of `programs` programs, `tiles` of `keys`, are split
-    where `places` run at a time: what takes least time when a program takes as long as its keys,
-    and a bit."""
+    where `places` run at a time and a split leaves results of `partials` rows and heads: what
+    takes least time when a program takes as long as its keys, and a bit."""
 
     def time(splits: int) -> float:
         waves = -(-programs * splits // places)
-        merge = _MERGE + _SPLIT * splits if splits > 1 else 0.0
+        merge = _MERGE + (_SPLIT + _PARTIAL * partials) * splits if splits > 1 else 0.0
         return waves * (_START + -(-tiles // splits) * keys) + merge
 
     return min(range(1, max(1, min(tiles, 4 * places)) + 1), key=time)
@@ -105,7 +124,7 @@ def run(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """The op; `tile` and `splits` are chosen where none are given."""
     rows = len(q_THK)
-    tile = tile or tile_of(case, launch.capability)
+    tile = tile or usual_tile_of(case, rows, launch)
     if launch.interpreted or not _gathers(case, ring, entries):
         tile = Tile("plain", *plain_tile(case, 16, ring, entries), 4)
     window_columns = 0 if window_rows_TW is None else window_rows_TW.shape[1]
@@ -114,7 +133,7 @@ def run(
     if splits is None:
         tiles = cdiv(window_columns, tile.keys) + cdiv(entry_columns, tile.keys)
         places = launch.multiprocessors * tile.resident
-        splits = splits_of(rows * blocks, tiles, tile.keys, places)
+        splits = splits_of(rows * blocks, tiles, tile.keys, places, rows * case.heads)
     out_THD = q_THK.new_empty(rows, case.heads, case.width)
     lse_TH = q_THK.new_empty(rows, case.heads, dtype=torch.float32) if case.lse else None
     part, part_lse = out_THD, lse_TH
@@ -218,12 +237,9 @@ def run_narrow(
     entries: torch.Tensor | None = None,
     entry_rows_TK: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """By blocks of 16 heads: four times as many programs, each of which waits for less."""
-    tile = tile_of(case, launch.capability)
-    if tile.kernel != "plain" and tile.heads > _NARROW_HEADS:
-        tile = tile_of(replace(case, heads=_NARROW_HEADS), launch.capability)
+    """By blocks of 16 heads, whatever there are of rows."""
     lists = ring, window_rows_TW, sink_H, entries, entry_rows_TK
-    return run(launch, case, q_THK, *lists, tile)
+    return run(launch, case, q_THK, *lists, narrow_tile_of(case, launch.capability))
 
 
 BACKENDS = (
