@@ -22,37 +22,36 @@ from metainfer.ops.uses import sampling_uses
 from metainfer.ops.uses_v4 import served_uses
 from metainfer.plan.caches import cache_dtypes
 from metainfer.plan.devices import code_for, gpu_index, gpu_targets
-from metainfer.plan.formats import choose_activations, choose_formats, expanding_backends
+from metainfer.plan.formats import Formats, choose_activations, choose_formats, expanding_backends
 from metainfer.plan.graphs import graphs_switch
+from metainfer.plan.group import Group, choose_group
 from metainfer.plan.memory import Fixed, Sizes, fit_memory
 from metainfer.plan.pace import async_scheduling, decode_share, longest_prefill_s
 from metainfer.plan.plan import Origin, Plan, Value
 from metainfer.plan.proof import CacheProof
 from metainfer.plan.ranks import (
-    collectives,
-    decode_context_parallel_size,
-    expert_parallel_size,
     expert_parts,
-    pipeline_parallel_size,
-    prefill_context_parallel_size,
     rank_count,
     rank_gpus,
     refuse_code_of_others,
     stage_ranks,
-    tensor_parallel_size,
-    threads_of_rank,
 )
 from metainfer.plan.settings import EngineSettings, Residency
+from metainfer.plan.streams import shared_expert_stream, weights_prefetch
 from metainfer.plan.tuning import Tuning, tuned_kernels
-from metainfer.plan.ways import collective_ways
-from metainfer.plan.wire_proof import WireProof, wire_dtype
+from metainfer.plan.wire_proof import WireProof
 
 T = TypeVar("T")
 
 CPU = Target("cpu")
 
 DEFAULT_BATCHED_TOKENS = 2048
-_DEFAULT_QUEUED_REQUESTS = 1024
+_BATCHED_TOKENS = Value(
+    DEFAULT_BATCHED_TOKENS,
+    Origin.DEFAULT,
+    "rows enough for large matrix products, few enough that others do not wait long",
+)
+_QUEUED_REQUESTS = Value(1024, Origin.DEFAULT, "more would wait too long to be of use")
 
 
 def choose_target(
@@ -105,88 +104,128 @@ def build_plan(
     does not fit into memory.
     """
     target = capabilities.target
+    chosen = _choose(machine, arch, settings, capabilities, proof, wire_proof)
+    fixed = chosen.fixed(arch, target, gpu_index(machine, settings, target))
+    if target.type == "cuda":
+        rank_gpus(machine, fixed.gpu, rank_count(settings))  # says where they are too few
+    sizes = fit_memory(machine, arch, settings, fixed)
+    _refuse_more_than_there_is(machine, settings, fixed, sizes)
+    return _plan(
+        machine, settings, target, chosen, fixed.gpu, sizes, tuned_kernels(settings, tuning)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """What is chosen before memory is shared out; names as in Plan."""
+
+    device: Value[str]
+    group: Group
+    formats: Formats
+    weights_residency: Value[str]
+    kernel_order: Value[str]
+    max_num_batched_tokens: Value[int]
+    draft_rows: Value[int]
+    cuda_graphs: Value[str]
+
+    def fixed(self, arch: Arch, target: Target, gpu: int) -> Fixed:
+        """What sizes in memory follow from."""
+        group, formats = self.group, self.formats
+        return Fixed(
+            device_name=target.type,
+            gpu=gpu,
+            compute_dtype=formats.compute_dtype.value,
+            caches=cache_formats(arch, formats.cache_dtype.value, formats.index_cache_dtype.value),
+            residency=self.weights_residency.value,
+            batched_tokens=self.max_num_batched_tokens.value,
+            draft_rows=self.draft_rows.value,
+            captures=self.cuda_graphs.value == "on",
+            ranks=group.tensor.value,
+            context=group.prefill_context.value,
+            kv_shards=group.decode_context.value,
+            expert=group.expert.value,
+            stages=group.pipeline.value,
+        )
+
+
+def _choose(
+    machine: Machine,
+    arch: Arch,
+    settings: EngineSettings,
+    capabilities: Capabilities,
+    proof: CacheProof | None,
+    wire_proof: WireProof | None,
+) -> _Chosen:
+    target = capabilities.target
     served = _Served(arch, settings, proof)
     device = _device(machine, served, capabilities)
     _refuse_contradictions(arch, settings)
-    ranks = tensor_parallel_size(arch, settings)
-    context = prefill_context_parallel_size(settings)
-    shards = decode_context_parallel_size(arch, settings)
-    experts = expert_parallel_size(settings)
-    stages = pipeline_parallel_size(arch, settings)
-    everyone = rank_count(settings)
-    carried = collectives(target, everyone)
-    wire = wire_dtype(arch, settings, ranks.value, wire_proof)
-    threads = threads_of_rank(_threads(machine, settings, target), everyone)
+    group = choose_group(arch, settings, target, _threads(machine, settings, target), wire_proof)
     formats = choose_formats(machine, arch, settings, capabilities, proof)
     residency, kernel_order = _residency(served, capabilities)
-    batched_tokens = _flag("--max-num-batched-tokens", settings.max_num_batched_tokens) or Value(
-        DEFAULT_BATCHED_TOKENS,
-        Origin.DEFAULT,
-        "rows enough for large matrix products, few enough that others do not wait long",
+    return _Chosen(
+        device,
+        group,
+        formats,
+        residency,
+        kernel_order,
+        _flag("--max-num-batched-tokens", settings.max_num_batched_tokens) or _BATCHED_TOKENS,
+        Value(0, Origin.DEFAULT, "speculation is off"),
+        graphs_switch(target.type, settings, group.collectives.value),
     )
-    draft_rows = Value(0, Origin.DEFAULT, "speculation is off")
-    cuda_graphs = graphs_switch(target.type, settings, carried.value)
-    fixed = Fixed(
-        device_name=target.type,
-        gpu=gpu_index(machine, settings, target),
-        compute_dtype=formats.compute_dtype.value,
-        caches=cache_formats(arch, formats.cache_dtype.value, formats.index_cache_dtype.value),
-        residency=residency.value,
-        batched_tokens=batched_tokens.value,
-        draft_rows=draft_rows.value,
-        captures=cuda_graphs.value == "on",
-        ranks=ranks.value,
-        context=context.value,
-        kv_shards=shards.value,
-        expert=experts.value,
-        stages=stages.value,
-    )
-    if target.type == "cuda":
-        rank_gpus(machine, fixed.gpu, everyone)  # says where they are too few
-    sizes = fit_memory(machine, arch, settings, fixed)
-    _refuse_more_than_there_is(machine, settings, fixed, sizes)
+
+
+def _plan(
+    machine: Machine,
+    settings: EngineSettings,
+    target: Target,
+    chosen: _Chosen,
+    gpu: int,
+    sizes: Sizes,
+    tuned: Value[str],
+) -> Plan:
+    """All of it in one record; what is left to choose takes no memory. `gpu`: of the first rank."""
+    group, formats = chosen.group, chosen.formats
     return Plan(
-        device=device,
+        device=chosen.device,
         code_for=code_for(machine, settings, target),
         compute_dtype=formats.compute_dtype,
         activations=formats.activations,
-        shared_expert_stream=_shared_expert_stream(settings, target),
-        weights_prefetch=_weights_prefetch(settings, target),
+        shared_expert_stream=shared_expert_stream(settings, target),
+        weights_prefetch=weights_prefetch(settings, target),
         cache_dtype=formats.cache_dtype,
         index_cache_dtype=formats.index_cache_dtype,
-        tensor_parallel_size=ranks,
-        prefill_context_parallel_size=context,
-        decode_context_parallel_size=shards,
-        expert_parallel_size=experts,
-        pipeline_parallel_size=stages,
-        collectives=carried,
-        collective_ways=collective_ways(
-            machine, carried.value, ranks.value, threads.value, wire.value, fixed.gpu
-        ),
-        wire_dtype=wire,
+        tensor_parallel_size=group.tensor,
+        prefill_context_parallel_size=group.prefill_context,
+        decode_context_parallel_size=group.decode_context,
+        expert_parallel_size=group.expert,
+        pipeline_parallel_size=group.pipeline,
+        collectives=group.collectives,
+        collective_ways=group.ways(machine, gpu),
+        wire_dtype=group.wire_dtype,
         max_model_len=sizes.max_model_len,
         max_num_seqs=sizes.max_num_seqs,
-        max_num_batched_tokens=batched_tokens,
+        max_num_batched_tokens=chosen.max_num_batched_tokens,
         max_queued_requests=_flag("--max-queued-requests", settings.max_queued_requests)
-        or Value(_DEFAULT_QUEUED_REQUESTS, Origin.DEFAULT, "more would wait too long to be of use"),
+        or _QUEUED_REQUESTS,
         num_blocks=sizes.num_blocks,
-        draft_rows=draft_rows,
-        weights_residency=residency,
+        draft_rows=chosen.draft_rows,
+        weights_residency=chosen.weights_residency,
         weights_bytes=sizes.weights_bytes,
         state_bytes=sizes.state_bytes,
         blocks_bytes=sizes.blocks_bytes,
         activation_bytes=sizes.activation_bytes,
         exchange_bytes=sizes.exchange_bytes,
-        kernel_order=kernel_order,
-        tuned_kernels=tuned_kernels(settings, tuning),
-        cuda_graphs=cuda_graphs,
+        kernel_order=chosen.kernel_order,
+        tuned_kernels=tuned,
+        cuda_graphs=chosen.cuda_graphs,
         cuda_graph_sizes=sizes.graph_rows,
         cuda_graph_contexts=sizes.graph_contexts,
         graphs_bytes=sizes.graphs_bytes,
         async_scheduling=async_scheduling(target.type, settings),
         decode_share=decode_share(settings),
         longest_prefill_s=longest_prefill_s(settings),
-        threads=threads,
+        threads=group.threads,
     )
 
 
@@ -286,35 +325,6 @@ def _refuse_more_than_there_is(
         f" {format_bytes(allocated)}, and there are {format_bytes(total)} in all",
         hint="give fewer --num-blocks or --max-num-seqs, or leave --num-blocks out",
     )
-
-
-def _shared_expert_stream(settings: EngineSettings, target: Target) -> Value[str]:
-    given = settings.shared_expert_stream
-    if given not in (None, "off") and target.type != "cuda":
-        raise UserError(
-            f"--shared-expert-stream {given}: streams are a GPU's, and this runs on the CPU",
-            hint="leave it out",
-        )
-    if given is not None:
-        return Value(given, Origin.FLAG, "given with --shared-expert-stream")
-    if target.type == "cuda":
-        return Value("on", Origin.DEFAULT, "neither kind of expert fills the GPU to its end")
-    return Value("off", Origin.DEFAULT, "a CPU has no streams")
-
-
-def _weights_prefetch(settings: EngineSettings, target: Target) -> Value[str]:
-    given = settings.weights_prefetch
-    if given == "on" and target.type != "cuda":
-        raise UserError(
-            "--weights-prefetch on: weights are asked for beside a GPU's kernels, and this runs on"
-            " the CPU",
-            hint="leave it out",
-        )
-    if given is not None:
-        return Value(given, Origin.FLAG, "given with --weights-prefetch")
-    if target.type != "cuda":
-        return Value("off", Origin.DEFAULT, "a CPU has no streams")
-    return Value("off", Origin.DEFAULT, "nobody has measured that decode steps gain by it")
 
 
 def _residency(served: _Served, capabilities: Capabilities) -> tuple[Value[str], Value[str]]:
