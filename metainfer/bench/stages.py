@@ -75,11 +75,13 @@ class StagesRun:
     engines: "together" or "in-turns".
     sides: by name, in order.
     rounds: that were completed.
+    loaded_s: that passed before the first turn, which the budget counts.
     """
 
     engines: str
     sides: Mapping[str, SideRun]
     rounds: int
+    loaded_s: float = 0.0
 
 
 def engine_contestant(
@@ -125,7 +127,7 @@ def measure(
 
     Raises UserError if a side ends, or cannot start where no other can.
     """
-    engines = load.engines
+    engines, began_s = load.engines, time.monotonic()
     with ExitStack() as stack:
         loaded: dict[str, SideProcess] = {}
         if engines in (AUTO, TOGETHER):
@@ -140,12 +142,12 @@ def measure(
                 on_step(f"beside the others it does not fit ({error.message}): engines in turns")
                 stack.close()
                 loaded, engines = {}, IN_TURNS
-        run = _Run(load, contestants, arch, loaded, on_progress)
+        run = _Run(load, contestants, arch, loaded, on_progress, began_s)
         on_step("taking turns")
         rounds = run.rounds()
         for name, process in loaded.items():
             run.sides[name].close(process)
-        return StagesRun(engines, run.sides, rounds)
+        return StagesRun(engines, run.sides, rounds, run.loaded_s)
 
 
 def require_turns(run: StagesRun) -> None:
@@ -156,7 +158,12 @@ def require_turns(run: StagesRun) -> None:
     for name, side in sides:
         for work, why in side.missing.items():
             raise UserError(f"nothing was measured: {name}, {work}: {why}")
-    raise UserError("there was time for no turn that counts", hint="give a longer --budget")
+    loading = f": loading took {run.loaded_s:.0f} s" if run.engines == TOGETHER else ""
+    raise UserError(
+        f"there was time for no turn that counts{loading}, and warming up comes first",
+        hint="give a longer --budget, or fewer and shorter works (--input-lens, --decode-batches,"
+        " --longest-warm-up)",
+    )
 
 
 def _first(one: Contestant) -> Contestant:
@@ -178,6 +185,7 @@ class _Run:
         arch: Arch,
         loaded: Mapping[str, SideProcess],
         on_progress: Callable[[int, int], None],
+        began_s: float,
     ) -> None:
         self.sides = {one.name: SideRun() for one in contestants}
         for name, process in loaded.items():
@@ -191,7 +199,8 @@ class _Run:
         self._refused: Refused | None = None
         self._works = works_of(load)
         budget_s = load.budget_s
-        self._until_s = None if budget_s is None else time.monotonic() + budget_s
+        self._until_s = None if budget_s is None else began_s + budget_s
+        self.loaded_s = time.monotonic() - began_s
 
     def rounds(self) -> int:
         """Take all turns that the time allows; returns how many rounds were completed."""

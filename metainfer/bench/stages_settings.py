@@ -82,7 +82,10 @@ class StagesLoad:
         choices=(AUTO, TOGETHER, IN_TURNS),
     )
     budget_s: float | None = flag(
-        "--budget", "Begin no work after this time", unit="seconds", parse=parse_positive
+        "--budget",
+        "Begin no work after this time; loading and work that warms up count",
+        unit="seconds",
+        parse=parse_positive,
     )
     seed: int = flag("--seed", "Fixes prompts and arrivals", 0)
 

@@ -179,7 +179,7 @@ def run(terminal: Terminal, options: PlanOptions, formats: FormatFlags) -> int:
 def _plan(options: PlanOptions, formats: FormatFlags) -> tuple[dict[str, Any], str]:
     """The record, and the text."""
     from metainfer.arch.shape_of import read_shape
-    from metainfer.plan.emit import emit
+    from metainfer.plan.emit import METAINFER, emit
     from metainfer.plan.gains import outlook
     from metainfer.plan.ledger_ranks import RankLedgers
     from metainfer.plan.search import search
@@ -201,8 +201,12 @@ def _plan(options: PlanOptions, formats: FormatFlags) -> tuple[dict[str, Any], s
     if shown:
         result = replace(result, notes=(shown, *result.notes))
     if options.emit is not None:
-        emitted = emit(result, options.emit, model)
+        there = (model_dir(model) / "config.json").is_file()
+        named = model if options.emit == METAINFER else str(model_dir(model))
+        emitted = emit(result, options.emit, named if there else "MODEL")
         said = textwrap.wrap(shown, 100, initial_indent="# ", subsequent_indent="#   ")
+        if not there:
+            said.append(f"# MODEL: a directory or repository with the weights of {model}")
         told = "\n".join([*said, emitted.text()])
         return {**record(result), "emitted": asdict(emitted)}, told
     known = (model_dir(model) / "config.json").is_file()

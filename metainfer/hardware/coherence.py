@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from metainfer.core.errors import UserError
 from metainfer.hardware.curves import Curve, Rate
-from metainfer.hardware.facts import Unknown
+from metainfer.hardware.facts import WRITTEN_BY, Unknown
 
 if TYPE_CHECKING:
     from metainfer.hardware.machine import Gpu, Machine
@@ -160,6 +160,5 @@ def _require_places(path: str, places: Iterable[int], num_gpus: int) -> None:
 def _odd(path: str, value: Any, why: str, verb: str = "is") -> UserError:
     return UserError(
         f"machine field {path} {verb} {value!r:.60}{',' if verb == 'is' else ''} {why}",
-        hint="`metainfer probe --out FILE` writes a record that holds; what is not known may be"
-        ' {"unknown": "why"} where a field allows it',
+        hint=WRITTEN_BY,
     )

@@ -30,6 +30,12 @@ _MOST = 1e24
 _LONGEST_TEXT = 2**17  # a variable of the environment may be that long
 _LONGEST_SHOWN = 60
 
+WRITTEN_BY = (
+    "`metainfer probe --out FILE` writes a record that holds; what is not known may be"
+    ' {"unknown": "why"} where a field allows it'
+)
+"""The hint of what is refused in a record."""
+
 
 def plain(value: Any) -> Any:
     """Records as objects, Unknown as {"unknown": why}."""
@@ -56,7 +62,7 @@ def record_of(cls: type, given: Mapping[str, Any], path: str = "") -> Any:
     for word, odd in (("unknown", set(given) - names), ("missing", needed - set(given))):
         if odd:
             listed = ", ".join(sorted(path + name for name in odd))
-            raise UserError(f"{word} machine fields: {listed}")
+            raise UserError(f"{word} machine fields: {listed}", hint=WRITTEN_BY)
     return cls(**{name: _value(hints[name], given[name], path + name) for name in given})
 
 
@@ -81,11 +87,16 @@ def _value(hint: Any, given: Any, path: str) -> Any:
     if origin is Mapping and isinstance(given, dict):
         return {key: _value(arguments[1], item, f"{path}.{key}") for key, item in given.items()}
     if type(given) is not hint and not (hint is float and type(given) is int):
-        raise UserError(f"machine field {path} is {_short(given)}, which is not what stands there")
+        raise UserError(
+            f"machine field {path} is {_short(given)}, which is not what stands there",
+            hint=WRITTEN_BY,
+        )
     if isinstance(given, int | float) and not abs(given) < _MOST:
-        raise UserError(f"machine field {path} is {_short(given)}, which nothing is")
+        raise UserError(
+            f"machine field {path} is {_short(given)}, which nothing is", hint=WRITTEN_BY
+        )
     if isinstance(given, str) and len(given) > _LONGEST_TEXT:
-        raise UserError(f"machine field {path} has {len(given):,} characters")
+        raise UserError(f"machine field {path} has {len(given):,} characters", hint=WRITTEN_BY)
     return given
 
 

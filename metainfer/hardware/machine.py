@@ -237,7 +237,8 @@ class Machine:
                 "the machine is not a JSON record", hint="it is nested too deeply"
             ) from error
         except ValueError as error:
-            raise UserError("the machine is not a JSON record", hint=str(error)) from error
+            why = str(error).partition(";")[0]  # behind it Python's advice on long numbers
+            raise UserError("the machine is not a JSON record", hint=why) from error
         if not isinstance(record, dict):
             raise UserError("the machine is not a JSON record", hint="it is no object")
         version = record.pop("version", None)

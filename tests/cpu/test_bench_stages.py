@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -322,6 +323,22 @@ def test_no_round_begins_behind_the_budget(scripted: list[tuple[str, str]]) -> N
     measured = run(load)
     assert (measured.rounds, scripted) == (0, [])
     with pytest.raises(UserError, match="there was time for no turn that counts"):
+        require_turns(measured)
+
+
+def test_loading_counts_for_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load that takes all of it leaves nothing to begin, as the error says."""
+    asked: list[tuple[str, str]] = []
+
+    @contextmanager
+    def slow(one: Contestant) -> Iterator[Scripted]:
+        time.sleep(0.05)
+        yield Scripted(one.name, 0.001, asked)
+
+    monkeypatch.setattr(stages, "_process", slow)
+    measured = run(StagesLoad(settings=("tuned",), rounds=1, input_lens=(32,), budget_s=0.02))
+    assert (measured.rounds, asked, measured.loaded_s >= 0.05) == (0, [], True)
+    with pytest.raises(UserError, match=r"no turn that counts: loading took 0 s, and warming up"):
         require_turns(measured)
 
 

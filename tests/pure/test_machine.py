@@ -146,7 +146,7 @@ def test_what_no_machine_is_is_refused_by_name(change, sentence):
     change(record)
     with pytest.raises(UserError, match=sentence) as raised:
         Machine.from_json(json.dumps(record))
-    assert len(raised.value.message) < 200
+    assert len(raised.value.message) < 200 and raised.value.hint
 
 
 def test_curves_and_rates_that_hold_are_read():

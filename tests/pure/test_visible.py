@@ -88,6 +88,9 @@ def test_a_plan_is_for_what_this_process_sees(
     emitted = metainfer("plan", "deepseek-v4-flash", "--emit", "vllm").out
     assert "planned for 4 of 8 GPUs" in emitted
     assert "CUDA_VISIBLE_DEVICES=0" not in emitted
+    # A name of a config is neither a directory nor a repository.
+    assert "vllm serve MODEL " in emitted
+    assert "# MODEL: a directory or repository with the weights of deepseek-v4-flash" in emitted
     named_machine = metainfer("plan", "deepseek-v4-flash", "--machine", "rtx-pro-6000-x8")
     assert "planned for" not in named_machine.out
 
