@@ -17,9 +17,11 @@ import torch
 from metainfer.kernels import builtin
 from metainfer.kernels.builtin import builtin_registry
 from metainfer.kernels.cpu import BACKENDS as CPU_BACKENDS
+from metainfer.kernels.cpu.unpack import Fp4Weights
 from metainfer.kernels.native import native_backends
 from metainfer.kernels.native.backend import FEW_ROWS, MOST_ELEMENTS
 from metainfer.kernels.native.library import Library, load_library
+from metainfer.kernels.native.moe import unpack_fp4
 from metainfer.kernels.reference import BACKENDS as REFERENCE_BACKENDS
 from metainfer.kernels.reference.formats import decode_rows
 from metainfer.kernels.registry import Registry
@@ -219,7 +221,20 @@ def test_fp4_experts_at_every_size_of_scale(byte: int) -> None:
 
 
 @needs_compiler
-def test_experts_kept_in_parts_are_added_up() -> None:
+def test_fp4_for_many_rows_is_unpacked_to_the_same_numbers() -> None:
+    """Every pair of codes at every scale that is not refused, several experts and one of them."""
+    assert isinstance(BUILT, Library)
+    packed = torch.arange(256).to(torch.uint8).expand(241, 256).contiguous().view(torch.int8)
+    scales = torch.arange(241).to(torch.uint8).unsqueeze(1).repeat(1, 16)
+    for weights in (Fp4Weights(packed, scales), Fp4Weights(packed, scales).of(7)):
+        ours, theirs = unpack_fp4(BUILT, weights), weights.unpack()
+        assert theirs.isfinite().all()
+        assert torch.equal(ours.view(torch.int32), theirs.view(torch.int32))
+
+
+@needs_compiler
+@pytest.mark.parametrize("rows", [2, FEW_ROWS + 1])
+def test_experts_kept_in_parts_are_added_up(rows: int) -> None:
     case = ExpertsCase(3, 2, 1024, 640, 5.0, "fp4_group", dtype="float32")
     generator = torch.Generator().manual_seed(4)
 
@@ -229,14 +244,14 @@ def test_experts_kept_in_parts_are_added_up() -> None:
         return packed.to(torch.uint8), scales.to(torch.uint8)
 
     weights = matrix(640, 1024), matrix(1024, 640), matrix(640, 1024)
-    inputs = (
-        torch.randn(2, 1024, generator=generator),
-        torch.tensor([[0, 2], [2, 1]]),
-        torch.rand(2, 2, generator=generator),
-    )
     native = {b.op: b for b in native_backends(BUILT)}["moe.experts"]
     prepared = native.prepare(case, *weights)
     assert prepared.parts > 1
+    inputs = (
+        torch.randn(rows, 1024, generator=generator),
+        torch.tensor([[0, 2], [2, 1]]).repeat(rows, 1)[:rows],
+        torch.rand(rows, 2, generator=generator),
+    )
     reference = builtin_registry().bind("moe.experts", replace(case), CPU, "*=reference")
     theirs = reference.run(reference.prepare(*weights), *inputs)
     torch.testing.assert_close(native.run(case, prepared, *inputs), theirs, rtol=1e-4, atol=1e-2)

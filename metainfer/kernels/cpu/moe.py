@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -118,15 +119,17 @@ class Fp4Experts(NamedTuple):
     Attributes:
         parts: of each expert, one after the other.
         part: the case with parts in place of experts.
+        unpack: of some of the weights, fp32.
     """
 
     weights: Fp4Weights
     parts: int
     part: ExpertsCase
+    unpack: Callable[[Fp4Weights], torch.Tensor] = Fp4Weights.unpack
 
     def of(self, case: ExpertsCase, part: int | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Gate and up, and down, of the parts that `part` names, unpacked to fp32."""
-        numbers = self.weights.of(part).unpack()
+        numbers = self.unpack(self.weights.of(part))
         gate_up, down = numbers.split([2 * case.inner * case.width, case.inner * case.width], -1)
         shape = 2 * case.inner, case.width
         return gate_up.unflatten(-1, shape), down.unflatten(-1, (case.width, case.inner))

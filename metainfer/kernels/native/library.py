@@ -48,6 +48,7 @@ _SIGNATURES = {
     "hc_expand": "iiipdpdpp",
     "swiglu": "iifpd",
     "route": "iiiipppppiddfpp",
+    "unpack_fp4": "iiippp",
     "experts_fp4": "iiiiiiifpppdppp",
     "sparse_decode": "iiipdpdpipdpipp",
 }

@@ -74,6 +74,15 @@ static void unpack_e2m1(float *restrict out, const uint8_t *restrict packed,
     }
 }
 
+/* Numbers of `rows` experts or parts of them, [rows, count], for products that others compute. */
+int unpack_fp4(i64 rows, i64 count, i64 group, const uint8_t *packed, const uint8_t *scale,
+               float *out) {
+    for (i64 row = 0; row < rows; row++)
+        unpack_e2m1(out + row * count, packed + row * (count / 2), scale + row * (count / group),
+                    count, group);
+    return 0;
+}
+
 /* Each chosen expert, or part of one, is unpacked once, for all rows that chose it. */
 int experts_fp4(i64 rows, i64 experts, i64 parts, i64 selected, i64 width, i64 inner, i64 group,
                 float limit, const uint8_t *packed, const uint8_t *scale, const void *x, int bf16,

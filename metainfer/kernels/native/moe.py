@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from metainfer.kernels.cpu import moe as torch_moe
 from metainfer.kernels.cpu.backend import on_cpu
 from metainfer.kernels.cpu.moe import Experts, Fp4Experts, Router
+from metainfer.kernels.cpu.unpack import Fp4Weights
 from metainfer.kernels.native.backend import (
     FEW_ROWS,
     MOST_ELEMENTS,
@@ -95,7 +98,10 @@ def experts(
     ids_TK: torch.Tensor,
     weights_TK: torch.Tensor,
 ) -> torch.Tensor:
-    if len(x_TD) > FEW_ROWS or not isinstance(weights, Fp4Experts):
+    if not isinstance(weights, Fp4Experts):
+        return torch_moe.experts(case, weights, x_TD, ids_TK, weights_TK)
+    if len(x_TD) > FEW_ROWS:
+        weights = weights._replace(unpack=partial(unpack_fp4, library))
         return torch_moe.experts(case, weights, x_TD, ids_TK, weights_TK)
     x_TD, ids_TK, weights_TK = x_TD.contiguous(), ids_TK.contiguous(), weights_TK.contiguous()
     y_TD = torch.empty(x_TD.shape)
@@ -120,6 +126,23 @@ def experts(
         )
     )
     return y_TD
+
+
+def unpack_fp4(library: Library, weights: Fp4Weights) -> torch.Tensor:
+    """As `Fp4Weights.unpack`, with each code touched once: fp32 [..., N]."""
+    packed, scale = weights
+    numbers = torch.empty(*packed.shape[:-1], 2 * packed.shape[-1])
+    require(
+        library.unpack_fp4(
+            scale.numel() // scale.shape[-1],
+            numbers.shape[-1],
+            numbers.shape[-1] // scale.shape[-1],
+            packed.data_ptr(),
+            scale.data_ptr(),
+            numbers.data_ptr(),
+        )
+    )
+    return numbers
 
 
 def experts_eligible(case: ExpertsCase, target: Target) -> Verdict:
