@@ -81,6 +81,10 @@ def test_notes_go_by_card_model_and_heads_of_a_rank():
         assert not any(eight_heads in one for one in notes_of(machine, model))
     assert not any("custom all-reduce" in one for one in notes_of("rtx-pro-6000-x2", None))
     assert any("custom all-reduce" in one for one in notes_of("l40s-x8", None))
+    assert any("--enable-hierarchical" in one for one in notes_of("l40s-x8", "deepseek-v4-flash"))
+    assert not any("--enable-hierarchical" in one for one in notes_of("l40s-x8", "glm-5.3"))
+    assert any("have given NaN" in one for one in notes_of("rtx-6000d-x8", None))
+    assert not any("have given NaN" in one for one in notes_of("l40s-x8", None))
 
 
 def test_host_memory_matters_where_everything_goes_through_it():
