@@ -35,6 +35,9 @@ _FROM_1 = frozenset(
         "width",
         "most_generation",
         "most_width",
+        "most_sm_mhz",
+        "limit_w",
+        "default_limit_w",
     ]
 )
 """Fields, wherever they stand, whose numbers are above 0 where they are known; all others are not

@@ -217,7 +217,8 @@ class NvmlCard:
             return self.nvml._number(call, ctypes.c_uint, self.handle, kind)
 
         now, most = "nvmlDeviceGetClockInfo", "nvmlDeviceGetMaxClockInfo"
-        return Clocks(mhz(now, _SM), mhz(now, _MEMORY), mhz(most, _SM), mhz(most, _MEMORY))
+        most_sm = mhz(most, _SM) or _SAYS_0
+        return Clocks(mhz(now, _SM), mhz(now, _MEMORY), most_sm, mhz(most, _MEMORY))
 
     def power(self) -> Power:
         def watts(call: str) -> float | Unknown:
@@ -225,8 +226,8 @@ class NvmlCard:
             return value if isinstance(value, Unknown) else value / 1e3
 
         return Power(
-            limit_w=watts("nvmlDeviceGetEnforcedPowerLimit"),
-            default_limit_w=watts("nvmlDeviceGetPowerManagementDefaultLimit"),
+            limit_w=watts("nvmlDeviceGetEnforcedPowerLimit") or _SAYS_0,
+            default_limit_w=watts("nvmlDeviceGetPowerManagementDefaultLimit") or _SAYS_0,
             draw_w=watts("nvmlDeviceGetPowerUsage"),
         )
 

@@ -137,6 +137,8 @@ def _rate(**change):
         (_curve(gpus=[]), r"curves\[0\].gpus is \[\]"),
         (_curve(gpus=[1, 1]), r"curves\[0\].gpus is \[1, 1\]"),
         (_curve(gpus=[0, 5]), "names GPU 5, and the machine lists 5"),
+        (_first("power", {"limit_w": 0.0}), r"gpus\[0\].power.limit_w is 0.0"),
+        (_first("clocks", {"sm_mhz": 0, "memory_mhz": 0, "most_sm_mhz": 0}), "most_sm_mhz is 0"),
         (_rate(per_s=0.0), r"rates\[0\].per_s is 0.0"),
         (_rate(rows=-1), r"rates\[0\].rows is -1"),
     ],

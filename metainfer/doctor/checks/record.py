@@ -243,7 +243,7 @@ def _places(machine: Machine) -> Iterator[Odd]:
             continue
         above = bridges.get(gpu.parent)
         if above is None:
-            yield f"GPU {place} hangs at a bridge that the record does not list", f"{gpu.parent}"
+            yield f"GPU {place} hangs at a bridge that the record does not list", f"{gpu.parent!r}"
         elif _differ(node, above.numa_node):
             yield (
                 f"GPU {place} and the bridge above it are at different NUMA nodes",
