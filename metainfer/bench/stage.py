@@ -132,7 +132,6 @@ def _of_stage(stage: str, arch: Arch) -> dict[str, Any]:
     fixed: dict[str, Any] = {
         "enforce_eager": True,
         "shared_expert_stream": "off",
-        "weights_prefetch": "off",
         "async_scheduling": False,
         "tuned_kernels": False,
     }

@@ -36,11 +36,7 @@ def run(
     check_room(chosen, longest, max(load.decode_batches))
     # Each kernel shall have a time of its own.
     alone = replace(
-        chosen.engine,
-        enforce_eager=True,
-        cuda_graph_sizes=(),
-        shared_expert_stream="off",
-        weights_prefetch="off",
+        chosen.engine, enforce_eager=True, cuda_graph_sizes=(), shared_expert_stream="off"
     )
     meter = Meter("cpu")
     with terminal.progress("loading") as progress:

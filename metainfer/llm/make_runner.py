@@ -15,7 +15,7 @@ from metainfer.llm.graphs import CudaGraphs
 from metainfer.llm.runner import FixedShapes, Runner
 from metainfer.llm.sample import Sampler
 from metainfer.models.deepseek_v4 import DeepseekV4
-from metainfer.nn.builder import Prefetch, SideStream
+from metainfer.nn.builder import SideStream
 from metainfer.nn.cache import CacheStorage
 from metainfer.ops.base import Target
 from metainfer.ops.cache_formats import cache_formats
@@ -23,9 +23,6 @@ from metainfer.plan.plan import Plan
 from metainfer.weights.load import Checkpoint
 
 _log = logging.getLogger(__name__)
-
-# Large GPUs keep what either half of the cache reads in both, so that half of it is sure to stay.
-_SHARE_OF_L2 = 0.5
 
 
 def make_runner(
@@ -64,7 +61,6 @@ def make_runner(
         activations=plan.activations.value,
         caches=caches,
         side_stream=side,
-        prefetch=None if on_paper else _prefetch(plan, device, side),
         draft_rows=draft_rows,
     )
     cache = CacheStorage(
@@ -109,16 +105,6 @@ def side_stream(plan: Plan, device: torch.device) -> SideStream | None:
     if said == "off":
         return None
     return SideStream(torch.cuda.Stream(device), None if said == "on" else int(said))
-
-
-def _prefetch(plan: Plan, device: torch.device, side: SideStream | None) -> Prefetch | None:
-    """What the plan says of weights that are asked for early. They share the stream of the shared
-    expert: it asks for nothing while that runs, and ends with it."""
-    if plan.weights_prefetch.value == "off":
-        return None
-    cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
-    stream = torch.cuda.Stream(device) if side is None else side.stream
-    return Prefetch(stream, int(cache_bytes * _SHARE_OF_L2))
 
 
 def _fixed_shapes(plan: Plan, on_paper: bool) -> FixedShapes | None:

@@ -10,7 +10,7 @@ from metainfer.comm.group import Group
 from metainfer.core.errors import MetainferError
 from metainfer.kernels.registry import Registry
 from metainfer.nn.attention import Attention
-from metainfer.nn.builder import LayerBuilder, Prefetch, SideStream, largest_of
+from metainfer.nn.builder import LayerBuilder, SideStream
 from metainfer.nn.cache import CacheStorage
 from metainfer.nn.hyper import HyperConnection, HyperHead, Streams, WrittenStreams
 from metainfer.nn.inputs import DecodeInputs, StepInputs
@@ -20,7 +20,6 @@ from metainfer.nn.placement import place
 from metainfer.nn.share_indexer import ShareIndexer
 from metainfer.nn.step_index import StepIndex
 from metainfer.nn.step_indexer import StepIndexer
-from metainfer.nn.weights_ahead import WeightsAhead, join
 from metainfer.ops.base import Target
 from metainfer.ops.cache_formats import FP32_CACHES, CacheFormats
 from metainfer.weights.load import Checkpoint
@@ -35,17 +34,13 @@ class DecoderLayer:
         self._attention = Attention(build, layer)
         self._around_experts = HyperConnection(build, f"{prefix}.hc_ffn", f"{prefix}.ffn_norm")
         self._experts = MixtureOfExperts(build, layer)
-        self._attention_ahead = WeightsAhead(build, self._attention.weights)
-        self._experts_ahead = WeightsAhead(build, self._experts.weights)
 
     def __call__(self, streams: Streams, step: StepIndex, cache: CacheStorage) -> Streams:
         """The streams of the rows that go on. Takes the argument's."""
-        self._attention_ahead(step)
         streams = self._around_attention(
             streams, lambda x: (self._attention(x, step, cache),), step.wanted_rows_W
         )
         token_ids_T = step.wanted(step.token_ids_T)
-        self._experts_ahead(step)
         return self._around_experts(streams, lambda x: self._experts(x, token_ids_T, step))
 
 
@@ -82,7 +77,6 @@ class DeepseekV4:
         activations: str = "plain",
         caches: CacheFormats = FP32_CACHES,
         side_stream: SideStream | None = None,
-        prefetch: Prefetch | None = None,
     ) -> None:
         """Read all weights and bind all kernels.
 
@@ -91,7 +85,7 @@ class DeepseekV4:
             group: of all ranks.
             context, expert, stages, kv_shards: as `nn.placement.place` takes them.
             stream_dtype: format of the residual streams; None for the compute dtype.
-            activations, caches, side_stream, prefetch: as `nn.builder.LayerBuilder` takes them.
+            activations, caches, side_stream: as `nn.builder.LayerBuilder` takes them.
             draft_rows: as in `arch.cache_kinds.cache_kinds`; the cache must have the same.
 
         Raises:
@@ -125,9 +119,7 @@ class DeepseekV4:
             activations=activations,
             caches=caches,
             side_stream=side_stream,
-            prefetch=prefetch,
         )
-        self._prefetch = prefetch
         self._width = arch.hidden_size
         if self.stage.is_first:
             self._embed_VD = build.tensor("embed.weight")
@@ -136,7 +128,6 @@ class DeepseekV4:
         if self.stage.is_last:
             self._collapse = HyperHead(build, "hc_head", "norm")
             self._head = dense_fp32(build, ["head.weight"])
-            self._head_ahead = WeightsAhead(build, [largest_of(self._head)])
         self._indexer = StepIndexer(build, draft_rows)
         self._share_indexer = None
         if build.placement.by_tokens is not None:
@@ -167,15 +158,11 @@ class DeepseekV4:
             streams = layer(streams, step, cache)
         if not self.stage.is_last:
             assert self._pipe is not None
-            streams_TSD = self._written(self._layers[-1](streams, step, cache))
-            join(self._prefetch)
-            self._pipe.hand_on(streams_TSD)
+            self._pipe.hand_on(self._written(self._layers[-1](streams, step, cache)))
             return None
         if isinstance(inputs, StepInputs):
             step = self._indexer.last_layer(step, inputs)
-        streams = self._layers[-1](streams, step, cache)
-        self._head_ahead(step)
-        streams_WSD = self._written(streams)
+        streams_WSD = self._written(self._layers[-1](streams, step, cache))
         return streams_WSD if step.shares is None else step.shares.gather_wanted(streams_WSD)
 
     def _first_streams(self, step: StepIndex) -> torch.Tensor:
@@ -199,7 +186,6 @@ class DeepseekV4:
     def logits(self, streams_RSD: torch.Tensor) -> torch.Tensor:
         """fp32 [R, V] of the streams of chosen rows, on every rank of the last stage."""
         part_RV = self._head(self._collapse(streams_RSD))
-        join(self._prefetch)
         if self._group.size == 1:
             return part_RV
         parts_GRV = self._group.all_gather(part_RV).unflatten(0, (self._group.size, -1))

@@ -15,7 +15,6 @@ from metainfer.nn.linear import stacked_linear
 from metainfer.nn.rows import RmsNorm, Rows
 from metainfer.nn.step_index import PrefillIndex, StepIndex
 from metainfer.nn.sums import sum_rows
-from metainfer.nn.weights_ahead import WeightsAhead
 
 
 class Attention:
@@ -25,9 +24,6 @@ class Attention:
     One latent per token is key and value of all heads. Decode rows read the ring once they are
     written into it; a prefill chunk is attended to as the cache keeps it, behind the part of the
     ring that it still sees.
-
-    Attributes:
-        weights: of the products that make queries, in their order (`nn.linear.Linear.weights`).
     """
 
     def __init__(self, build: LayerBuilder, layer: LayerArch) -> None:
@@ -48,8 +44,6 @@ class Attention:
             coded=any(reader.coded for reader in readers),
         )
         self._latents = latents(build, layer, f"{prefix}.kv_norm")
-        self.weights = (*self._q_rank_and_latent.weights, *self._by_heads.queries.weights)
-        self._outputs_ahead = WeightsAhead(build, self._by_heads.outputs.weights)
 
     def __call__(self, x: Rows, step: StepIndex, cache: CacheStorage) -> torch.Tensor:
         heads, group = self._by_heads, self._placement.by_heads.heads
@@ -72,7 +66,6 @@ class Attention:
             self._entries.take_in(states, step, cache)
 
         outputs = []
-        self._outputs_ahead(step)
         if step.decode is not None:
             own = slice(step.decode.num_rows)
             args = q_THD, q_rank, states

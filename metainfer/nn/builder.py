@@ -62,18 +62,6 @@ class SideStream(NamedTuple):
         return self.most_rows is None or rows <= self.most_rows
 
 
-class Prefetch(NamedTuple):
-    """How weights are asked for before they are read.
-
-    Attributes:
-        stream: where the kernels run that ask.
-        most_bytes: that are asked for at once: what the L2 cache keeps until it is read.
-    """
-
-    stream: torch.cuda.Stream
-    most_bytes: int
-
-
 class LayerBuilder:
     """Passed to the constructors of layers, which keep nothing of it but bound kernels.
 
@@ -84,7 +72,6 @@ class LayerBuilder:
         rounding: of rows before products with quantised matrices; None where rows stay as they are.
         caches: formats of the caches that layers write and read.
         side_stream: None where all work runs on the current stream.
-        prefetch: None where weights are read when they are wanted and not before.
         weights_nbytes: bytes of all weights that were built so far, in the form they are kept in.
         kernels: all that were bound so far.
     """
@@ -104,7 +91,6 @@ class LayerBuilder:
         activations: str = "plain",
         caches: CacheFormats = FP32_CACHES,
         side_stream: SideStream | None = None,
-        prefetch: Prefetch | None = None,
     ) -> None:
         """`activations`: one of `ops.uses_v4.ACTIVATIONS`."""
         self.arch = arch
@@ -117,7 +103,6 @@ class LayerBuilder:
         self.rounding = _rounding(arch) if activations == "fp8" else None
         self.caches = caches
         self.side_stream = side_stream
-        self.prefetch = prefetch
         self.weights_nbytes = 0
         self.kernels: list[Kernel] = []
         self._again = False
@@ -130,7 +115,7 @@ class LayerBuilder:
         """An op without weights, bound to `case`."""
         return self._bind(op, case).run
 
-    def weighted(self, op: str, case: Any, *weights: Any) -> partial[Any]:
+    def weighted(self, op: str, case: Any, *weights: Any) -> Callable[..., Any]:
         """An op bound to `case` and to `weights` (tensors, or tuples of them), prepared once."""
         kernel = self._bind(op, case)
         prepared = kernel.prepare(*(self._placed(weight) for weight in weights))
@@ -172,14 +157,6 @@ def _rounding(arch: Arch) -> Rounding:
     stored = arch.quantisation
     scale = "e8m0" if stored.fp8_scale_dtype is DType.F8_E8M0 else "fp32"
     return Rounding(stored.fp8_block[1], scale)
-
-
-def largest_of(run: partial[Any]) -> torch.Tensor:
-    """The matrix among what was prepared for an op of `LayerBuilder.weighted`; tables of indices,
-    of which few rows are read, are none."""
-    tables = torch.int32, torch.int64
-    matrices = (tensor for tensor in _tensors(run.args) if tensor.dtype not in tables)
-    return max(matrices, key=lambda tensor: tensor.nbytes)
 
 
 def weight_tensors(weight: Weight) -> tuple[str, tuple[torch.Tensor, ...], tuple[int, int]]:

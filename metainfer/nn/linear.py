@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 
 import torch
 
-from metainfer.nn.builder import LayerBuilder, largest_of, weight_tensors
+from metainfer.nn.builder import LayerBuilder, weight_tensors
 from metainfer.nn.rows import Rows, rounds
 from metainfer.ops.linear import (
     DenseCase,
@@ -24,7 +23,6 @@ class Linear:
 
     Attributes:
         coded: whether it reads rows as codes.
-        weights: what it reads of the matrix, as that is kept.
     """
 
     def __init__(self, build: LayerBuilder, weight: Weight) -> None:
@@ -41,7 +39,6 @@ class Linear:
         else:
             fp8_case = Fp8BlockCase(rows, columns, block, build.dtype)
             self._run = build.weighted("linear.fp8_block", fp8_case, *tensors)
-        self.weights = (largest_of(self._run),)
 
     def __call__(self, x: Rows) -> torch.Tensor:
         return self._run(*x.coded) if self.coded else self._run(x.plain)
@@ -52,7 +49,7 @@ def linear(build: LayerBuilder, prefix: str) -> Linear:
     return Linear(build, build.checkpoint.weight(prefix))
 
 
-def dense_fp32(build: LayerBuilder, names: Sequence[str]) -> partial[torch.Tensor]:
+def dense_fp32(build: LayerBuilder, names: Sequence[str]) -> Callable[[torch.Tensor], torch.Tensor]:
     """x_TI -> fp32 y_TO with plain matrices, stacked in one product."""
     tensors = [build.checkpoint.tensor(name) for name in names]
     weight_OI = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
@@ -69,7 +66,6 @@ class Grouped:
 
     Attributes:
         coded: whether it reads rows as codes.
-        weights: as of `Linear`.
     """
 
     def __init__(self, build: LayerBuilder, weight: Weight, groups: int, width: int) -> None:
@@ -85,7 +81,6 @@ class Grouped:
         else:
             case = GroupedCase(*shape, weight_format, block, build.dtype)
             self._run = build.weighted("linear.grouped", case, *tensors)
-        self.weights = (largest_of(self._run),)
 
     def __call__(self, x: Rows) -> torch.Tensor:
         if self.coded:
@@ -103,7 +98,6 @@ class StackedLinear:
 
     Attributes:
         coded: whether any reads rows as codes.
-        weights: as of `Linear`, of all products in their order.
     """
 
     def __init__(self, build: LayerBuilder, weights: Sequence[Weight]) -> None:
@@ -111,7 +105,6 @@ class StackedLinear:
         kept = weights if stacked is None else [stacked]
         self._products = [Linear(build, weight) for weight in kept]
         self.coded = any(product.coded for product in self._products)
-        self.weights = tuple(weight for product in self._products for weight in product.weights)
         self._sizes = [weight.shape[0] for weight in weights]
 
     def __call__(self, x: Rows) -> tuple[torch.Tensor, ...]:

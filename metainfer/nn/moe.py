@@ -6,7 +6,7 @@ import torch
 
 from metainfer.arch.record import LayerArch, RouterKind
 from metainfer.arch.split import COLUMNS, ROWS
-from metainfer.nn.builder import LayerBuilder, largest_of, weight_tensors
+from metainfer.nn.builder import LayerBuilder, weight_tensors
 from metainfer.nn.linear import Linear, StackedLinear
 from metainfer.nn.rows import Rows, rounds
 from metainfer.nn.step_index import StepIndex
@@ -22,16 +22,11 @@ from metainfer.weights.formats import Weight, part_of
 
 
 class SharedExpert:
-    """The expert that every row goes through; this rank's part of it.
-
-    Attributes:
-        weights: of its products in their order (`nn.linear.Linear.weights`).
-    """
+    """The expert that every row goes through; this rank's part of it."""
 
     def __init__(self, build: LayerBuilder, w1: Weight, w2: Weight, w3: Weight) -> None:
         self._gate_up = StackedLinear(build, (w1, w3))
         self._down = Linear(build, w2)
-        self.weights = (*self._gate_up.weights, *self._down.weights)
         inner, limit = w1.shape[0], build.arch.swiglu_limit
         if self._down.coded:
             assert build.rounding is not None
@@ -81,7 +76,6 @@ class MixtureOfExperts:
         self._side_stream = build.side_stream
         self._by_heads, self._by_tokens = _shared_experts(build, f"{prefix}.shared_experts")
         self._bind_experts(build, f"{prefix}.experts")
-        self.weights = (largest_of(self._route), *self._by_heads.weights)
 
     def _bind_experts(self, build: LayerBuilder, prefix: str) -> None:
         arch = build.arch

@@ -13,11 +13,7 @@ from metainfer.weights.formats import Weight
 
 
 class AttentionOutputs:
-    """out_THD of this rank's heads -> this rank's part of y_TD in the compute dtype.
-
-    Attributes:
-        weights: of the first product, then of the second (`nn.linear.Linear.weights`).
-    """
+    """out_THD of this rank's heads -> this rank's part of y_TD in the compute dtype."""
 
     def __init__(self, build: LayerBuilder, first: Weight, second: Weight, heads: int) -> None:
         """`first`: of the output groups of `heads` heads; `second`: the columns that read them."""
@@ -26,7 +22,6 @@ class AttentionOutputs:
         groups = first.shape[0] // arch.o_lora_rank
         self._first = Grouped(build, first, groups, arch.head_dim)
         self._second = Linear(build, second)
-        self.weights = (*self._first.weights, *self._second.weights)
         self._between = Rounded(build, groups * arch.o_lora_rank, coded=self._second.coded)
         if self._first.coded:
             assert build.rounding is not None

@@ -15,7 +15,6 @@ from metainfer.ops import (
     linear,
     moe,
     norm,
-    prefetch,
     quantise,
     rope,
     sample,
@@ -40,7 +39,6 @@ OPS: Mapping[str, Op] = MappingProxyType(
             moe,
             sample,
             step,
-            prefetch,
         )
         for op in module.OPS
     }

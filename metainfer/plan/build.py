@@ -37,7 +37,7 @@ from metainfer.plan.ranks import (
     stage_ranks,
 )
 from metainfer.plan.settings import EngineSettings, Residency
-from metainfer.plan.streams import shared_expert_stream, weights_prefetch
+from metainfer.plan.streams import shared_expert_stream
 from metainfer.plan.tuning import Tuning, tuned_kernels
 from metainfer.plan.wire_proof import WireProof
 
@@ -192,7 +192,6 @@ def _plan(
         compute_dtype=formats.compute_dtype,
         activations=formats.activations,
         shared_expert_stream=shared_expert_stream(settings, target),
-        weights_prefetch=weights_prefetch(settings, target),
         cache_dtype=formats.cache_dtype,
         index_cache_dtype=formats.index_cache_dtype,
         tensor_parallel_size=group.tensor,

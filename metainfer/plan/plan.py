@@ -52,7 +52,6 @@ class Plan:
             matrices.
         shared_expert_stream: "on": the shared expert runs on a stream beside the routed ones;
             "off"; or, such as "64", only in steps of so many rows at most.
-        weights_prefetch: "on": decode steps of few rows ask for weights before they read them.
         cache_dtype: format of the caches of latents and entries, "float32", "bfloat16" or "fp8".
         index_cache_dtype: format of index keys: one of these, or "fp4".
         tensor_parallel_size: ranks that share the model, or the layers of each stage.
@@ -93,7 +92,6 @@ class Plan:
     compute_dtype: Value[str]
     activations: Value[str]
     shared_expert_stream: Value[str]
-    weights_prefetch: Value[str]
     cache_dtype: Value[str]
     index_cache_dtype: Value[str]
     tensor_parallel_size: Value[int]

@@ -103,13 +103,6 @@ class EngineSettings:
         unit="when",
         stability=Stability.EXPERIMENTAL,
     )
-    weights_prefetch: str | None = flag(
-        "--weights-prefetch",
-        "In decode steps of few rows, ask for the weights of the next products while small kernels"
-        " run, so that the L2 cache has them",
-        choices=SWITCH,
-        stability=Stability.EXPERIMENTAL,
-    )
     kv_cache_dtype: str | None = flag(
         "--kv-cache-dtype",
         "Format of the caches of latents and compressed entries; fp8 keeps the bytes that the"
@@ -266,7 +259,6 @@ class EngineSettings:
         given = self.shared_expert_stream
         if given is not None and given not in SWITCH and not (given.isdecimal() and int(given)):
             raise UserError(f"--shared-expert-stream {given} is not on, off or a number of rows")
-        _require_choice("--weights-prefetch", self.weights_prefetch, SWITCH)
         _require_choice("--kv-cache-dtype", self.kv_cache_dtype, LATENT_DTYPES)
         _require_choice("--index-cache-dtype", self.index_cache_dtype, INDEX_DTYPES)
         _require_choice("--wire-dtype", self.wire_dtype, WIRES)

@@ -20,18 +20,3 @@ def shared_expert_stream(settings: EngineSettings, target: Target) -> Value[str]
     if target.type == "cuda":
         return Value("on", Origin.DEFAULT, "neither kind of expert fills the GPU to its end")
     return Value("off", Origin.DEFAULT, "a CPU has no streams")
-
-
-def weights_prefetch(settings: EngineSettings, target: Target) -> Value[str]:
-    given = settings.weights_prefetch
-    if given == "on" and target.type != "cuda":
-        raise UserError(
-            "--weights-prefetch on: weights are asked for beside a GPU's kernels, and this runs on"
-            " the CPU",
-            hint="leave it out",
-        )
-    if given is not None:
-        return Value(given, Origin.FLAG, "given with --weights-prefetch")
-    if target.type != "cuda":
-        return Value("off", Origin.DEFAULT, "a CPU has no streams")
-    return Value("off", Origin.DEFAULT, "nobody has measured that decode steps gain by it")

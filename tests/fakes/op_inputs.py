@@ -20,7 +20,6 @@ from metainfer.kernels.inputs import (
     linear,
     moe,
     norm,
-    prefetch,
     quantise,
     rope,
     sample,
@@ -300,7 +299,6 @@ VARIANTS: Mapping[str, Mapping[str, Maker]] = {
         "beyond the table": partial(step.index_decode, rows=5, table=20),
         "many blocks": partial(step.index_decode, rows=2, blocks=300, table=3000),
     },
-    "weights.prefetch": {"any weight": prefetch.prefetch},
 }
 
 

@@ -18,7 +18,7 @@ from metainfer.comm.group import Group, Solo
 from metainfer.kernels.builtin import builtin_registry
 from metainfer.kernels.registry import Registry
 from metainfer.models.deepseek_v4 import DeepseekV4
-from metainfer.nn.builder import Prefetch, SideStream
+from metainfer.nn.builder import SideStream
 from metainfer.nn.cache import CacheStorage
 from metainfer.nn.inputs import DecodeInputs, StepInputs
 from metainfer.ops.base import Target
@@ -47,7 +47,6 @@ def load_model(
     expert: int = 1,
     stages: int = 1,
     kv_shards: int = 1,
-    prefetch: Prefetch | None = None,
     side_stream: SideStream | None = None,
 ) -> DeepseekV4:
     """The checkpoint in `directory` on the CPU, as a rank of `group`, with the backends of this
@@ -81,7 +80,6 @@ def load_model(
             draft_rows=draft_rows,
             activations=activations,
             caches=caches,
-            prefetch=prefetch,
             side_stream=side_stream,
         )
 

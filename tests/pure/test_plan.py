@@ -80,7 +80,6 @@ def test_a_plan_whose_values_are_none_is_refused(value):
         ("kv_cache_dtype", "float32", "cache_dtype", "float32"),
         ("activations", "fp8", "activations", "fp8"),
         ("shared_expert_stream", "off", "shared_expert_stream", "off"),
-        ("weights_prefetch", "off", "weights_prefetch", "off"),
         ("weights_residency", "expanded", "weights_residency", "expanded"),
         ("max_model_len", 300, "max_model_len", 300),
         ("max_num_seqs", 3, "max_num_seqs", 3),
@@ -100,23 +99,6 @@ def test_flags_win_and_say_so(flag, given, field, value):
     chosen = getattr(plan(**{flag: given}), field)
     assert (chosen.value, chosen.origin) == (value, Origin.FLAG)
     assert "--" in chosen.reason
-
-
-def test_weights_are_asked_for_early_where_a_flag_says_so_and_a_gpu_runs():
-    able = Capabilities(
-        Target("cuda", (9, 0)), dict.fromkeys(OPS, ("triton",)), ("triton",), frozenset()
-    )
-    machine = make_machine(gpus=(CARD,))
-    assert plan().weights_prefetch.reason == "a CPU has no streams"
-    unasked = plan(machine, able=able).weights_prefetch
-    assert (unasked.value, unasked.origin) == ("off", Origin.DEFAULT)
-    assert "measured" in unasked.reason
-    asked = plan(machine, able=able, weights_prefetch="on").weights_prefetch
-    assert (asked.value, asked.origin) == ("on", Origin.FLAG)
-    with pytest.raises(UserError, match="--weights-prefetch on: .* this runs on the CPU"):
-        plan(weights_prefetch="on")
-    with pytest.raises(UserError, match="--weights-prefetch"):
-        EngineSettings(weights_prefetch="often")
 
 
 def test_the_shared_expert_has_a_stream_always_never_or_by_rows():

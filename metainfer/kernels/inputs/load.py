@@ -15,7 +15,6 @@ from metainfer.kernels.inputs import (
     linear,
     moe,
     norm,
-    prefetch,
     quantise,
     rope,
     sample,
@@ -75,7 +74,6 @@ LOADED: Mapping[str, Loaded] = MappingProxyType(
         "sample.draw": _by_rows(sample.draw_tokens),
         "sample.logprobs": sample.logprobs_at_load,
         "step.index_decode": step.index_decode_at_load,
-        "weights.prefetch": prefetch.prefetch_at_load,
     }
 )
 """By op: (case, draw, load) -> call."""

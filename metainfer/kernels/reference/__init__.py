@@ -9,7 +9,6 @@ from metainfer.kernels.reference import (
     linear,
     moe,
     norm,
-    prefetch,
     quantise,
     rope,
     sample,
@@ -32,7 +31,6 @@ BACKENDS: tuple[Backend, ...] = tuple(
         moe,
         sample,
         step,
-        prefetch,
     )
     for backend in module.BACKENDS
 )

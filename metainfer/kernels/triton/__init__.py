@@ -14,7 +14,6 @@ from metainfer.kernels.triton import (
     linear,
     moe,
     norm,
-    prefetch,
     quantise,
     rope,
     route,
@@ -42,7 +41,6 @@ DECLARED: tuple[Declared, ...] = (
     *moe.BACKENDS,
     *sample.BACKENDS,
     *step.BACKENDS,
-    *prefetch.BACKENDS,
 )
 
 
