@@ -180,7 +180,7 @@ def test_colour_only_where_it_may_be(clock: list[float]) -> None:
 
 @pytest.mark.parametrize(
     ("given", "spins"),
-    [({}, "20000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
+    [({}, "4000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
 )
 def test_idle_threads_give_up_their_core_unless_told_otherwise(
     monkeypatch: pytest.MonkeyPatch, given: dict[str, str], spins: str | None
