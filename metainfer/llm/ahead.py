@@ -43,7 +43,7 @@ def steps_ahead(
     began_s = time.perf_counter()
     try:
         paper = Paper(arch, plan, target, launch.multiprocessors, tuned, portable=launch.portable)
-        steps, units = covering_steps(Room.of(plan), paper.of_step)
+        steps, units = covering_steps(Room.of(plan), paper.of_step, paper.borders)
         units |= paper.of_shapes() | paper.of_draws()
     except Exception:
         # A backend that others brought may not run without numbers; sizes are guessed then.

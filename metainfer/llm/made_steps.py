@@ -49,11 +49,12 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Steps that differ in one size, from 1 to `most`."""
+    """Steps that differ in one size, from 1 to `most`. `beside`: rows besides those of the size."""
 
     name: str
     most: int
     make: Callable[[int], Step]
+    beside: int = 0
 
 
 def families(room: Room) -> Iterator[Family]:
@@ -68,6 +69,7 @@ def families(room: Room) -> Iterator[Family]:
         "the end of a prompt beside all that decode",
         room.rows - beside,
         partial(room.mixed, room.tokens, beside, room.tokens),
+        beside,
     )
     for count in dict.fromkeys((1, beside)):
         yield Family(
@@ -80,6 +82,7 @@ def families(room: Room) -> Iterator[Family]:
             f"a prompt beside some that decode at {place}",
             beside,
             partial(short_beside, room, place=place),
+            beside=2,
         )
 
 

@@ -7,7 +7,7 @@ no list of sizes has to be guessed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -39,6 +39,9 @@ class Paper:
     Args:
         tuned: which backends were measured to be the best.
         portable: the code runs from its PTX (`Launcher.portable`).
+
+    Attributes:
+        borders: rows beyond which another backend was measured to be the best, ascending.
     """
 
     def __init__(
@@ -63,7 +66,7 @@ class Paper:
         plan = replace(plan, pipeline_parallel_size=replace(stages, value=1))
         group = OnPaper(0, ranks) if ranks > 1 else None
         with torch.device("meta"):
-            _, self._runner = make_runner(
+            kernels, self._runner = make_runner(
                 arch,
                 plan,
                 ShapesOnly(arch, ranks, context, expert),
@@ -72,6 +75,8 @@ class Paper:
                 group=group,
                 on_paper=True,
             )
+        ends = {part.most_rows for kernel in kernels for part in kernel.parts}
+        self.borders = tuple(sorted(end for end in ends if end is not None))
 
     def of_step(self, step: Step) -> Units:
         return self._noted(lambda: self._runner.rehearse(step))
@@ -107,21 +112,29 @@ def with_few_layers(arch: Arch) -> Arch:
     return replace(arch, layers=tuple(x for x in arch.layers if x.index in indices))
 
 
-def covering_steps(room: Room, units_of: Callable[[Step], Units]) -> tuple[list[Step], Units]:
-    """Steps that together compile what any step of the room would but for sampling, and that."""
+def covering_steps(
+    room: Room, units_of: Callable[[Step], Units], borders: Sequence[int] = ()
+) -> tuple[list[Step], Units]:
+    """Steps that together compile what any step of the room would but for sampling, and that.
+
+    Args:
+        borders: as of `Paper`; on either side of one is a step.
+    """
     known: set[Any] = set()
     kept = []
     for family in families(room):
-        for step, units in _visited(family, units_of):
+        for step, units in _visited(family, units_of, borders):
             if not units <= known:
                 known |= units
                 kept.append(step)
     return kept, frozenset(known)
 
 
-def _visited(family: Family, units_of: Callable[[Step], Units]) -> Iterator[tuple[Step, Units]]:
-    """Steps of a family at powers of two, and where those differ, halfway between them, and there
-    again as long as something new is found."""
+def _visited(
+    family: Family, units_of: Callable[[Step], Units], borders: Sequence[int]
+) -> Iterator[tuple[Step, Units]]:
+    """Steps of a family at powers of two and borders, and where those differ, halfway between them,
+    and there again as long as something new is found."""
     seen: dict[int, Units] = {}
 
     def look(size: int) -> Iterator[tuple[Step, Units]]:
@@ -139,7 +152,8 @@ def _visited(family: Family, units_of: Callable[[Step], Units]) -> Iterator[tupl
             yield from between(low, middle)
             yield from between(middle, high)
 
-    sizes = list(powers_up_to(family.most))
+    beside = {end + more - family.beside for end in borders for more in (0, 1)}
+    sizes = sorted({*powers_up_to(family.most), *(n for n in beside if 0 < n <= family.most)})
     for size in sizes:
         yield from look(size)
     for low, high in pairwise(sizes):

@@ -18,10 +18,12 @@ from metainfer.hardware.machine import Gpu
 from metainfer.kernels.builtin import builtin_registry
 from metainfer.kernels.torch_products.shapes import LibraryShapes
 from metainfer.kernels.triton.record import RecordingLauncher
+from metainfer.kernels.tuned import Measured, Timing, Tuned, key_of
 from metainfer.llm.made_steps import Room, prefill, step
 from metainfer.llm.paper import Paper, Units, covering_steps
 from metainfer.llm.step import SequenceStep, Step
 from metainfer.ops.targets import CARD_KINDS
+from metainfer.ops.uses import uses_of
 from metainfer.plan.build import build_plan
 from metainfer.plan.settings import EngineSettings
 from tests.fakes.machines import GIB, make_machine
@@ -148,3 +150,39 @@ def test_a_length_that_a_kernel_asks_for_would_be_found() -> None:
     assert all(one.num_rows <= 32 for one in steps)
     draw = random.Random(1)
     assert any(paper.of_step(drawn_step(draw, room)) - known for _ in range(20))
+
+
+def test_what_was_measured_for_few_rows_alone_is_met() -> None:
+    """Between 16 and 32 rows a backend that is the best up to 20 lies on no power of two, and not
+    halfway."""
+    _, room, _ = prepared("pebble", "sm_90")
+
+    def units_of(one: Step) -> Units:
+        return frozenset(["few" if 16 < one.num_rows <= 20 else "usual"])
+
+    assert covering_steps(room, units_of)[1] == {"usual"}
+    assert covering_steps(room, units_of, (20,))[1] == {"few", "usual"}
+    steps, _ = covering_steps(room, lambda one: frozenset([one.num_rows]), (20,))
+    assert {20, 21} <= {one.num_rows for one in steps}
+
+
+def test_borders_are_where_another_backend_begins() -> None:
+    directory, overrides, flags = MODELS["V4-Flash"]
+    kind = CARD_KINDS["sm_90"]
+    arch = read_arch(directory, overrides)
+    settings = EngineSettings(device="cuda", hf_overrides=overrides, **flags)
+    launch = RecordingLauncher(kind.capability, kind.multiprocessors)
+    registry = builtin_registry(launch)
+    gpu = Gpu(kind.card, kind.capability, 400 * GIB, 400 * GIB)
+    plan = build_plan(make_machine(gpus=(gpu,)), arch, settings, registry.capabilities(kind.target))
+    case = next(
+        use.case
+        for use in uses_of("deepseek-v4-flash", 1, activations="fp8")
+        if use.op == "linear.grouped_fp8_rows" and use.served
+    )
+    slow, fast = {"cuda": 1.0, "triton": 2.0}, {"cuda": 2.0, "triton": 1.0}
+    timings = (Timing(12, slow), Timing(20, fast), Timing(600, slow))
+    measured = {key_of("linear.grouped_fp8_rows", case): Measured(timings)}
+    tuned = Tuned(kind.target, measured)
+    assert Paper(arch, plan, kind.target, kind.multiprocessors).borders == ()
+    assert Paper(arch, plan, kind.target, kind.multiprocessors, tuned).borders == (12, 20)
