@@ -18,7 +18,8 @@ CASE = SwigluCase(64, math.inf)
 
 
 def test_no_limit_is_signed_as_a_string(tmp_path: Path) -> None:
-    sizes, facts = Sizes.of("cpu"), {"name": "some cpu"}
+    sizes = Sizes.of("cpu")
+    facts = {"device": "cpu", "code_for": None, "kernels": "abc", "name": "some cpu"}
     checks = [Check(OP, CASE, "decode", Load(4, 100))]
     where = Where("cpu", None, "", 5, "bfloat16")
     verified = Verified((Outcome("cpu", 0.0, ""),), None)

@@ -74,7 +74,8 @@ def waited(live: bool) -> str:
 
 
 def test_waiting_is_told_and_the_line_goes(monkeypatch: pytest.MonkeyPatch):
-    assert waited(True) == waited(False) == "" and threading.active_count() == 1
+    before = threading.active_count()
+    assert waited(True) == waited(False) == "" and threading.active_count() <= before
     monkeypatch.setattr(terminal_module.threading, "Timer", AtOnce)
     assert waited(False) == "asking ...\n" and AtOnce.asked_s == 5.0
     assert waited(True) == "\rasking ...\r" + " " * 10 + "\r" and AtOnce.asked_s == 0.5
