@@ -19,9 +19,12 @@ _STEPS = 300
 class PairedEffect:
     """How much faster B is than A: B's rate over A's, minus 1.
 
+    Mean and interval are those of the logarithms of the ratios, taken back: a mean of ratios is
+    above 1 by about the noise squared where both are equally fast, whichever is called B.
+
     Attributes:
         pairs: how many.
-        mean, low, high: of the effect, and its 95 % confidence interval.
+        mean, low, high: of the effect (geometric), and its 95 % confidence interval.
         t, p_t: of the paired t-test against no effect, two-sided.
         p_wilcoxon: of the signed-rank test; None without scipy.
         median: of the effect.
@@ -41,17 +44,17 @@ class PairedEffect:
 
 def paired_effect(rates_a: Sequence[float], rates_b: Sequence[float]) -> PairedEffect:
     """Of at least two pairs of positive rates."""
-    effects = [b / a - 1.0 for a, b in zip(rates_a, rates_b, strict=True)]
+    effects = [math.log(b / a) for a, b in zip(rates_a, rates_b, strict=True)]
     count = len(effects)
     mean, error = statistics.fmean(effects), statistics.stdev(effects) / math.sqrt(count)
     half = t_quantile(0.975, count - 1) * error
     t = mean / error if error else math.copysign(math.inf, mean) if mean else 0.0
     return PairedEffect(
         pairs=count,
-        mean=mean,
-        low=mean - half,
-        high=mean + half,
-        median=statistics.median(effects),
+        mean=math.expm1(mean),
+        low=math.expm1(mean - half),
+        high=math.expm1(mean + half),
+        median=math.expm1(statistics.median(effects)),
         t=t,
         p_t=2.0 * _upper_tail(abs(t), count - 1),
         p_wilcoxon=_wilcoxon(effects),

@@ -45,16 +45,25 @@ def test_students_t_is_that_of_the_tables() -> None:
 
 def test_the_effect_has_an_interval_and_a_test() -> None:
     effect = paired_effect([1.0, 1.1, 0.9, 1.0], [1.1, 1.2, 1.05, 1.08])
-    assert effect.mean == pytest.approx(0.109394, abs=1e-6)
-    assert effect.low == pytest.approx(0.04726, abs=1e-5)
-    assert effect.high == pytest.approx(0.17153, abs=1e-5)
-    assert effect.t == pytest.approx(5.6031, abs=1e-4)
-    assert effect.p_t == pytest.approx(0.011233, abs=1e-6)
+    assert effect.mean == pytest.approx(0.108889, abs=1e-6)
+    assert effect.low == pytest.approx(0.04935, abs=1e-5)
+    assert effect.high == pytest.approx(0.17181, abs=1e-5)
+    assert effect.t == pytest.approx(5.9602, abs=1e-4)
+    assert effect.p_t == pytest.approx(0.009448, abs=1e-6)
     assert (effect.wins, effect.pairs) == (4, 4)
     sure = paired_effect([1.0, 1.0001] * 18, [2.0, 2.0004] * 18)
     assert 0.0 < sure.p_t < 1e-100  # of 1 minus a probability nothing would be left
     same = paired_effect([2.0, 2.0], [2.0, 2.0])
     assert (same.mean, same.t, same.p_t) == (0.0, 0.0, pytest.approx(1.0))
+
+
+def test_names_exchanged_turn_the_effect_round() -> None:
+    a, b = [1.0, 1.1, 0.9, 1.0], [1.1, 1.0, 1.05, 0.88]
+    one, other = paired_effect(a, b), paired_effect(b, a)
+    assert 1.0 + other.mean == pytest.approx(1.0 / (1.0 + one.mean))
+    assert 1.0 + other.low == pytest.approx(1.0 / (1.0 + one.high))
+    assert (other.t, other.p_t) == (pytest.approx(-one.t), pytest.approx(one.p_t))
+    assert paired_effect([1.0, 2.0], [2.0, 1.0]).mean == pytest.approx(0.0)  # b/a - 1: 25 %
 
 
 def run(pairs: int, rounds: int, missing: dict[str, str] | None = None) -> StagesRun:
