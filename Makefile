@@ -38,6 +38,7 @@ soak: $(READY)  ## compile every attention kernel for every model, layout and ca
 	  $(PY) -m metainfer kernels coverage $$model --tensor-parallel-size 1 4 8 --part attention || exit 1; \
 	done
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile -m soak tests/cpu
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m soak tests/compiled
 	OMP_NUM_THREADS=1 $(PY) -m pytest tests/soak
 	OMP_NUM_THREADS=1 $(PY) -m pytest tests/cpu/test_ranks_restarts.py -k random_moments --kills 500 --timeout 20000
 

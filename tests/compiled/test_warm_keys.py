@@ -118,8 +118,8 @@ def drawn_part(draw: random.Random, slot: int, end: int, rows: int) -> SequenceS
     ("model", "card"),
     [
         ("V4-Flash", "sm_90"),
-        ("V4-Flash, caches of bytes", "sm_120"),
-        ("V4-Flash over four ranks", "sm_120"),
+        pytest.param("V4-Flash, caches of bytes", "sm_120", marks=pytest.mark.soak),
+        pytest.param("V4-Flash over four ranks", "sm_120", marks=pytest.mark.soak),
         ("V4-Flash as released", "sm_89"),
         ("pebble", "sm_90"),
     ],

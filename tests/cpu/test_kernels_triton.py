@@ -44,6 +44,12 @@ def leaves_out(op: str, case: Any, variant: str, capability: tuple[int, int]) ->
     return variant in MANY_ROWS or (few and variant not in FEW)
 
 
+def marks_of(op: str, number: int, capability: tuple[int, int]) -> tuple[Any, ...]:
+    """Experts whose codes are decoded by integers take longest; one case of them is for the soak."""
+    late = op == "moe.experts_fp8_rows" and number == 0 and capability == (8, 0)
+    return (pytest.mark.soak,) if late else ()
+
+
 def capabilities_of(op: str, case: Any) -> tuple[tuple[int, int], ...]:
     """One where the code of all is the same: nothing is in bytes whose type is asked for."""
     if op.startswith("moe.") and op != "moe.experts_fp8_rows":
@@ -52,11 +58,14 @@ def capabilities_of(op: str, case: Any) -> tuple[tuple[int, int], ...]:
 
 
 ROUNDS = [
-    pytest.param(declared.op, declared.name, case, capability, id=f"{declared.op}-{n}-{capability}")
+    pytest.param(
+        declared.op, declared.name, case, capability,
+        id=f"{declared.op}-{n}-{capability}", marks=marks_of(declared.op, n, capability),
+    )
     for declared in DECLARED
     for n, case in enumerate(OPS[declared.op].small_cases)
     for capability in capabilities_of(declared.op, case)
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("op", "backend", "case", "capability"), ROUNDS)

@@ -49,7 +49,7 @@ operations = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(
     crowd=st.lists(additions, min_size=3, max_size=8),
     history=st.lists(operations, min_size=4, max_size=30),
