@@ -62,7 +62,7 @@ def _keep(
 ) -> None:
     """A verdict on formats of caches, or of sums over ranks, counts whenever this checkpoint is
     served."""
-    from metainfer.plan.proof import judged, keep, model_key, wires_of
+    from metainfer.plan.proof import judged, keep, model_key, terms_of, wires_of
     from metainfer.plan.wire_proof import WireProof, wire_judged
 
     key = model_key(model, settings)
@@ -75,6 +75,11 @@ def _keep(
         terminal.say(f"the plan {what} as before: {proof}")
         return
     try:
+        terms = terms_of(made)
+    except (LookupError, TypeError, ValueError) as error:
+        terminal.say(f"the plan is as before: {error}")
+        return
+    try:
         keep(made, key)
     except OSError as error:
         terminal.hint(f"the verdict is not kept where serve looks for it: {error}")
@@ -84,9 +89,9 @@ def _keep(
     else:
         does = f"keeps latents in {proof.latents} and index keys in {proof.index_keys}"
     if made["verdict"]["passed"]:
-        terminal.say(f"from now on the plan {does} where no flag says otherwise")
+        terminal.say(f"from now on the plan {does} on {terms} where no flag says otherwise")
     else:
-        terminal.say(f"the plan {does} only where flags say so")
+        terminal.say(f"on {terms} the plan {does} only where flags say so")
 
 
 VERB = Verb(

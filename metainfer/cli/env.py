@@ -212,14 +212,16 @@ def _planned(machine: Machine, model: str, named: str | None) -> Plan:
     from metainfer.arch.families import read_arch
     from metainfer.kernels.tune_record import find_here
     from metainfer.plan.build import build_plan, choose_target
+    from metainfer.plan.formats import terms_here
     from metainfer.plan.proof import cache_proof
     from metainfer.plan.settings import EngineSettings
 
     settings = EngineSettings()
     arch = read_arch(model)
-    proof = cache_proof(Path(model_dir(model)), arch, settings)
     capabilities = _registry(machine, named).capabilities
-    able = choose_target(machine, arch, settings, capabilities, proof)
+    able = choose_target(machine, arch, settings, capabilities)
+    terms = terms_here(machine, arch, settings, able)
+    proof = cache_proof(Path(model_dir(model)), arch, settings, terms)
     tuning = find_here(machine, able.target).tuning()
     return build_plan(machine, arch, settings, able, proof, tuning)
 

@@ -248,7 +248,7 @@ def _unplanned(model: str, on: Platform, machine: Machine) -> tuple[dict[str, An
     from metainfer.arch.attention_sides import ATTENTION_ONLY
     from metainfer.arch.families import read_arch, read_attention
     from metainfer.plan.build import DEFAULT_BATCHED_TOKENS
-    from metainfer.plan.formats import choose_formats
+    from metainfer.plan.formats import choose_formats, terms_here
     from metainfer.plan.proof import cache_proof
     from metainfer.plan.settings import EngineSettings
     from metainfer.shipped import model_dir
@@ -257,8 +257,9 @@ def _unplanned(model: str, on: Platform, machine: Machine) -> tuple[dict[str, An
         formats = {"dtype": "bfloat16", "latents": "bfloat16", "index_keys": "bfloat16"}
         return formats, DEFAULT_BATCHED_TOKENS
     arch, settings = read_arch(model), EngineSettings()
-    proof = cache_proof(Path(model_dir(model)), arch, settings)
     able = on.registry.capabilities(on.target)
+    terms = terms_here(machine, arch, settings, able)
+    proof = cache_proof(Path(model_dir(model)), arch, settings, terms)
     return _formats(choose_formats(machine, arch, settings, able, proof)), DEFAULT_BATCHED_TOKENS
 
 

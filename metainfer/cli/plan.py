@@ -196,7 +196,7 @@ def _plan(options: PlanOptions, formats: FormatFlags) -> tuple[dict[str, Any], s
         ledgers,
         options.objective,
         options.engine,
-        choices=_choices(options, formats, shape),
+        choices=_choices(options, formats, shape, machine),
     )
     if shown:
         result = replace(result, notes=(shown, *result.notes))
@@ -225,16 +225,20 @@ def _machine(text: str | None) -> tuple[Machine, str]:
     return shown_machine(machine, None if text else machine.environment.get(VARIABLE))
 
 
-def _choices(options: PlanOptions, formats: FormatFlags, shape: ModelShape) -> Choices:
+def _choices(
+    options: PlanOptions, formats: FormatFlags, shape: ModelShape, machine: Machine
+) -> Choices:
     """What may compete: by flags, by proofs that lie here, by the engine that is to run it."""
     from metainfer.plan.choices import SELF, Caches, choices_of
     from metainfer.plan.emit import METAINFER
+    from metainfer.plan.formats import terms_on_paper
     from metainfer.plan.proof import cache_proofs
     from metainfer.plan.settings import EngineSettings
 
     proofs: tuple[CacheProof, ...] = ()
     if shape.arch is not None:
-        proofs = cache_proofs(model_dir(options.model), shape.arch, EngineSettings())
+        terms = terms_on_paper(machine, shape.arch)
+        proofs = cache_proofs(model_dir(options.model), shape.arch, EngineSettings(), terms)
     choices = choices_of(shape, options.engine, formats, proofs)
     free = formats.kv_cache_dtype is None and formats.index_cache_dtype is None
     if options.engine == SELF and options.emit not in (None, METAINFER) and free:

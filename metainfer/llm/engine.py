@@ -48,11 +48,12 @@ from metainfer.llm.warmup import warm_up
 from metainfer.nn.cache import CacheStorage
 from metainfer.ops.base import Target
 from metainfer.plan.build import build_plan, choose_target
+from metainfer.plan.formats import terms_here
 from metainfer.plan.plan import Plan
 from metainfer.plan.plan_file import settle
-from metainfer.plan.proof import cache_proof
+from metainfer.plan.proof import CacheProof, cache_proof, too_short
 from metainfer.plan.settings import EngineSettings, LoadFormat
-from metainfer.plan.wire_proof import wire_proof
+from metainfer.plan.wire_proof import WireProof, wire_proof
 from metainfer.weights.load import LoadProgress
 
 _log = logging.getLogger(__name__)
@@ -268,15 +269,19 @@ def load_model(
     settings = settled.settings
     for sentence in settled.warnings:
         _log.warning("%s", sentence)
-    proof = cache_proof(directory, arch, settings)
-    wires = wire_proof(directory, settings)
     with settled.naming():
-        capabilities = choose_target(machine, arch, settings, registry.capabilities, proof)
+        capabilities = choose_target(machine, arch, settings, registry.capabilities)
+        terms = terms_here(machine, arch, settings, capabilities)
+        proof = cache_proof(directory, arch, settings, terms)
+        wires = wire_proof(directory, settings, terms)
         target = capabilities.target
         found = find_here(machine, target, gpu_number(settings.device or ""))
         plan = settled.told(
             build_plan(machine, arch, settings, capabilities, proof, found.tuning(), wires)
         )
+    for verdict in (proof, wires):
+        if verdict is not None:
+            _warn_of_reach(plan, verdict)
     if on_plan is not None:
         on_plan(machine, plan)
     settle_thread(plan)
@@ -303,6 +308,15 @@ def load_model(
             ranks.end()
         raise
     return LoadedModel(machine, arch, plan, kernels, runner, compilations, ahead, began_s, ranks)
+
+
+def _warn_of_reach(plan: Plan, found: CacheProof | WireProof) -> None:
+    """Say once, at the start, which formats rest on much shorter prompts than the plan takes."""
+    values = plan.cache_dtype, plan.index_cache_dtype, plan.wire_dtype
+    said = too_short(found.longest, plan.max_model_len.value)
+    used = [value.value for value in values if value.reason.startswith(found.reason)]
+    if said and used:
+        _log.warning("%s: %s", " and ".join(dict.fromkeys(used)), said)
 
 
 def _loaded(

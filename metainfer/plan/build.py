@@ -7,7 +7,7 @@ not fit is refused here, before anything is allocated, with the numbers and the 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from metainfer.arch.record import Arch
@@ -28,7 +28,7 @@ from metainfer.plan.group import Group, choose_group
 from metainfer.plan.memory import Fixed, Sizes, fit_memory
 from metainfer.plan.pace import async_scheduling, decode_share, longest_prefill_s
 from metainfer.plan.plan import Origin, Plan, Value
-from metainfer.plan.proof import CacheProof
+from metainfer.plan.proof import CacheProof, too_short
 from metainfer.plan.ranks import (
     expert_parts,
     rank_count,
@@ -59,7 +59,6 @@ def choose_target(
     arch: Arch,
     settings: EngineSettings,
     capabilities_of: Callable[[Target], Capabilities],
-    proof: CacheProof | None = None,
 ) -> Capabilities:
     """What the kernels can do on the device that the engine will use: the one asked for, else the
     first GPU on which every operation runs, else the CPU.
@@ -69,7 +68,7 @@ def choose_target(
     on_gpus = [capabilities_of(target) for target in gpu_targets(machine, settings)]
     if settings.device == "cpu":
         return capabilities_of(CPU)
-    served = _Served(arch, settings, proof)
+    served = _Served(arch, settings, None)
     usable = [able for able in on_gpus if not served.uncovered(able)]
     if settings.code_for is not None:
         return usable[0] if usable else on_gpus[0]
@@ -110,8 +109,26 @@ def build_plan(
         rank_gpus(machine, fixed.gpu, rank_count(settings))  # says where they are too few
     sizes = fit_memory(machine, arch, settings, fixed)
     _refuse_more_than_there_is(machine, settings, fixed, sizes)
-    return _plan(
+    plan = _plan(
         machine, settings, target, chosen, fixed.gpu, sizes, tuned_kernels(settings, tuning)
+    )
+    return _with_reach(plan, proof, wire_proof)
+
+
+def _with_reach(plan: Plan, proof: CacheProof | None, wire_proof: WireProof | None) -> Plan:
+    """Reasons that rest on verdicts say so where the plan's context is much longer."""
+
+    def told(value: Value[str], found: CacheProof | WireProof | None) -> Value[str]:
+        if found is None or found.reason != value.reason:
+            return value
+        said = too_short(found.longest, plan.max_model_len.value)
+        return replace(value, reason=f"{value.reason}; {said}") if said else value
+
+    return replace(
+        plan,
+        cache_dtype=told(plan.cache_dtype, proof),
+        index_cache_dtype=told(plan.index_cache_dtype, proof),
+        wire_dtype=told(plan.wire_dtype, wire_proof),
     )
 
 

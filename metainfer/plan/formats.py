@@ -11,8 +11,9 @@ from metainfer.ops.base import Target
 from metainfer.ops.capabilities import Capabilities
 from metainfer.ops.uses_v4 import is_quantised, served_uses
 from metainfer.plan.caches import cache_dtypes
+from metainfer.plan.devices import gpu_targets
 from metainfer.plan.plan import Origin, Value
-from metainfer.plan.proof import CacheProof
+from metainfer.plan.proof import CacheProof, Terms
 from metainfer.plan.settings import EngineSettings, Residency
 
 _WEIGHTED = ("linear.", "moe.experts")  # operations whose weights may be quantised
@@ -44,6 +45,27 @@ def choose_formats(
         choose_activations(arch, settings, capabilities),
         *cache_dtypes(settings, dtype.value, proof),
     )
+
+
+def terms_here(
+    machine: Machine, arch: Arch, settings: EngineSettings, capabilities: Capabilities
+) -> Terms:
+    """Those of an engine, under which verdicts count for it. Raises UserError as
+    `choose_formats`."""
+    return Terms(
+        str(capabilities.target),
+        _compute_dtype(machine, arch, settings, capabilities.target).value,
+        choose_activations(arch, settings, capabilities).value,
+    )
+
+
+def terms_on_paper(machine: Machine, arch: Arch) -> Terms:
+    """Those of an engine without flags on a machine that may be elsewhere: on its first GPU."""
+    settings = EngineSettings()
+    target = next(iter(gpu_targets(machine, settings)), Target("cpu"))
+    rounded = target.type == "cuda" and is_quantised(arch)
+    dtype = _compute_dtype(machine, arch, settings, target).value
+    return Terms(str(target), dtype, "fp8" if rounded else "plain")
 
 
 def _compute_dtype(

@@ -1,8 +1,9 @@
 """Proof: what `bench quality` found of a model over caches of bytes, and whether it may have them.
 
 A record counts for the checkpoint that was judged, known by its config, by the names and sizes of
-its files and by samples of them (a checkpoint that was trained on from it has the same sizes), and
-for nothing else. It is kept under the home directory of who judged.
+its files and by samples of them (a checkpoint that was trained on from it has the same sizes), on
+the same kind of device, computed in the same formats, and for nothing else. It is kept under the
+home directory of who judged.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 from metainfer.arch.record import Arch, LayerKind
 from metainfer.core.files import replace_file, require_ours
 from metainfer.ops.cache_formats import INDEX_DTYPES, LATENT_DTYPES, PLAIN
+from metainfer.plan.devices import NATIVE
 from metainfer.plan.settings import EngineSettings, LoadFormat
 from metainfer.plan.wires import PLAIN as WIRE
 
@@ -37,6 +39,27 @@ SAME = ("compute_dtype", "activations", "weights_residency")
 """What else changes predictions, of both sides' plans."""
 
 
+MUCH_LONGER = 4
+"""A plan's context over the longest prompt that was judged from which on the plan says so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """Where and how a verdict was found, or an engine computes: rounding differs between others.
+
+    Attributes:
+        device: "cpu", or "cuda:sm_90" by compute capability.
+        compute_dtype, activations: as a plan calls them.
+    """
+
+    device: str
+    compute_dtype: str
+    activations: str
+
+    def __str__(self) -> str:
+        return f"{self.device} in {self.compute_dtype}, activations {self.activations}"
+
+
 @dataclass(frozen=True, slots=True)
 class CacheProof:
     """The model predicts over these caches what it does over plain ones.
@@ -44,11 +67,13 @@ class CacheProof:
     Attributes:
         latents, index_keys: formats, as a plan calls them.
         reason: a sentence's end that says when it was found and how near.
+        longest: tokens of the longest prompt that was judged.
     """
 
     latents: str
     index_keys: str
     reason: str
+    longest: int
 
 
 def default_cache() -> Path:
@@ -88,13 +113,44 @@ def judged(record: Mapping[str, Any], arch: Arch) -> CacheProof | str:
         or kept_b[1] not in INDEX_DTYPES,
         "the two sides differ in wire_dtype too": len(set(wires_of(record))) > 1,
         **doubts_of_any(record, SAME),
+        "no needle was looked for, and only they tell of facts far back": not (
+            record["needles"]["count"] > 0
+        ),
         f"up to {seen} tokens no index key decides anything": kept_b[1] not in PLAIN
         and record["longest"] <= seen,
     }
     for doubt, holds in doubts.items():
         if holds:
             return doubt
-    return CacheProof(kept_b[0], kept_b[1], reason_of(record))
+    return CacheProof(kept_b[0], kept_b[1], reason_of(record), int(record["longest"]))
+
+
+def terms_of(record: Mapping[str, Any]) -> Terms:
+    """Of both sides. Raises LookupError, TypeError or ValueError where they differ or it does not
+    say."""
+    a, b = (_terms_of(record, side) for side in ("A", "B"))
+    if a != b:
+        raise ValueError(f"the sides computed on {a} and {b}")
+    return b
+
+
+def _terms_of(record: Mapping[str, Any], side: str) -> Terms:
+    plan = record["sides"][side]["receipt"]["plan"]
+    name, _, number = plan["device"]["value"].partition(":")
+    if name == "cuda":
+        major, minor = record["machine"]["gpus"][int(number or 0)]["capability"]
+        code = plan.get("code_for", {"value": NATIVE})["value"]
+        name = f"cuda:sm_{major}{minor}" if code == NATIVE else f"cuda:{code}"
+    return Terms(name, plan["compute_dtype"]["value"], plan["activations"]["value"])
+
+
+def too_short(longest: int, max_model_len: int) -> str:
+    """In words, where a plan's context is much longer than what was judged; else ""."""
+    if max_model_len < MUCH_LONGER * longest:
+        return ""
+    return (
+        f"judged on prompts of up to {longest:,} tokens; this plan's context is {max_model_len:,}"
+    )
 
 
 def wires_of(record: Mapping[str, Any]) -> tuple[str, str]:
@@ -138,7 +194,7 @@ def reason_of(record: Mapping[str, Any]) -> str:
     found = record["divergence"]
     return (
         f"bench quality passed it on {str(record['date'])[:10]}: divergence {found['kl']:.2g} nats"
-        f" a token, perplexity {found['perplexity_rise']:+.2%}"
+        f" a token, perplexity {found['perplexity_rise']:+.2%}, up to {record['longest']:,} tokens"
     )
 
 
@@ -154,26 +210,36 @@ def keep(record: Mapping[str, Any], key: str, cache: Path | None = None) -> Path
 
 
 def cache_proof(
-    directory: Path, arch: Arch, settings: EngineSettings, cache: Path | None = None
+    directory: Path,
+    arch: Arch,
+    settings: EngineSettings,
+    terms: Terms,
+    cache: Path | None = None,
 ) -> CacheProof | None:
     """Of `cache_proofs` the latest."""
-    return next(iter(cache_proofs(directory, arch, settings, cache)), None)
+    return next(iter(cache_proofs(directory, arch, settings, terms, cache)), None)
 
 
 def cache_proofs(
-    directory: Path, arch: Arch, settings: EngineSettings, cache: Path | None = None
+    directory: Path,
+    arch: Arch,
+    settings: EngineSettings,
+    terms: Terms,
+    cache: Path | None = None,
 ) -> tuple[CacheProof, ...]:
-    """The latest verdict on each pair of formats counts; those that passed, the latest first. Files
-    that are no such records count for nothing."""
+    """The latest verdict under `terms` on each pair of formats counts; those that passed, the
+    latest first. Files that are no such records count for nothing."""
     key = model_key(directory, settings)
     if key is None:
         return ()
     seen: set[tuple[str, str]] = set()
     passed = []
     for record in latest_first(key, cache or default_cache()):
-        with suppress(KeyError, TypeError, ValueError):
+        with suppress(LookupError, TypeError, ValueError, AttributeError):
             proof = judged(record, arch)
-            if isinstance(proof, str) or (proof.latents, proof.index_keys) in seen:
+            if isinstance(proof, str) or terms_of(record) != terms:
+                continue
+            if (proof.latents, proof.index_keys) in seen:
                 continue
             seen.add((proof.latents, proof.index_keys))
             if record["verdict"]["passed"] is True:

@@ -18,10 +18,12 @@ from metainfer.plan import proof
 from metainfer.plan.plan import Origin, Value
 from metainfer.plan.proof import (
     SAME,
+    Terms,
     doubts_of_any,
     latest_first,
     model_key,
     reason_of,
+    terms_of,
     wires_of,
 )
 from metainfer.plan.settings import EngineSettings
@@ -36,11 +38,13 @@ class WireProof:
         wire: one of `plan.wires.WIRES`.
         ranks: of a stage.
         reason: a sentence's end that says when it was found and how near.
+        longest: tokens of the longest prompt that was judged.
     """
 
     wire: str
     ranks: int
     reason: str
+    longest: int
 
 
 def wire_judged(record: Mapping[str, Any]) -> WireProof | str:
@@ -57,11 +61,11 @@ def wire_judged(record: Mapping[str, Any]) -> WireProof | str:
         if holds:
             return doubt
     ranks = record["sides"]["B"]["receipt"]["plan"]["tensor_parallel_size"]["value"]
-    return WireProof(b, ranks, reason_of(record))
+    return WireProof(b, ranks, reason_of(record), int(record["longest"]))
 
 
 def wire_proof(
-    directory: Path, settings: EngineSettings, cache: Path | None = None
+    directory: Path, settings: EngineSettings, terms: Terms, cache: Path | None = None
 ) -> WireProof | None:
     """For as many ranks as are asked for. The latest verdict on each wire counts; of those that
     passed, the latest."""
@@ -70,9 +74,11 @@ def wire_proof(
         return None
     seen: set[str] = set()
     for record in latest_first(key, cache or proof.default_cache()):
-        with suppress(KeyError, TypeError, ValueError):
+        with suppress(LookupError, TypeError, ValueError, AttributeError):
             found = wire_judged(record)
             if isinstance(found, str) or found.ranks != settings.tensor_parallel_size:
+                continue
+            if terms_of(record) != terms:
                 continue
             if found.wire not in seen and record["verdict"]["passed"] is True:
                 return found

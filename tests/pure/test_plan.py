@@ -25,6 +25,7 @@ from metainfer.plan.explain import explain
 from metainfer.plan.graphs import context_sizes, row_sizes
 from metainfer.plan.ledger import block_bytes, state_bytes, weights_bytes
 from metainfer.plan.plan import Origin, Plan
+from metainfer.plan.proof import CacheProof
 from metainfer.plan.settings import EngineSettings
 from tests.fakes.machines import GIB, make_machine
 
@@ -329,6 +330,17 @@ def test_blocks_that_are_given_bound_the_context_that_is_not():
     made = plan(make_machine(available=Unknown("no /proc")), num_blocks_override=9)
     assert (made.max_model_len.value, made.num_blocks.value) == (9 * BLOCK_TOKENS, 9)
     assert "--num-blocks" in refusal(make_machine(available=Unknown("no /proc")))
+
+
+def test_a_plan_says_where_its_context_is_much_longer_than_what_was_judged():
+    seen = CacheProof("fp8", "fp8", "it was seen", 64)
+    arch = read_arch("pebble")
+    for length, told in ((128, "it was seen"), (256, "it was seen; judged on prompts of up to 64")):
+        settings = EngineSettings(max_model_len=length)
+        made = build_plan(make_machine(), arch, settings, ABLE, seen)
+        assert made.cache_dtype.value == "fp8"
+        assert made.cache_dtype.reason.startswith(told)
+        assert ("judged on" in made.index_cache_dtype.reason) is (length == 256)
 
 
 def test_a_device_without_kernels_is_refused_with_their_names():

@@ -63,7 +63,7 @@ def test_plan_and_engine_count_the_same_bytes_of_a_block() -> None:
 
 V4, V41, GLM = map(read_shape, ("deepseek-v4-flash", "deepseek-v4.1-flash", "glm-5.3"))
 PAIR, QUAD = machine_of("rtx-pro-6000-x2"), machine_of("rtx-pro-6000-x4")
-BYTES = CacheProof("fp8", "fp4", "it passed")
+BYTES = CacheProof("fp8", "fp4", "it passed", 1024)
 
 
 def planned(

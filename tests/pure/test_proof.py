@@ -13,16 +13,27 @@ from metainfer.arch.families import read_arch
 from metainfer.ops.kernel_order import COMPOSED
 from metainfer.plan.caches import cache_dtypes
 from metainfer.plan.plan import Origin
-from metainfer.plan.proof import LIMITS, CacheProof, cache_proof, judged, keep, model_key
+from metainfer.plan.proof import (
+    LIMITS,
+    CacheProof,
+    Terms,
+    cache_proof,
+    judged,
+    keep,
+    model_key,
+    too_short,
+)
 from metainfer.plan.settings import EngineSettings
 
 PEBBLE = read_arch("pebble")
-PROOF = CacheProof("fp8", "fp4", "it was seen")
+PROOF = CacheProof("fp8", "fp4", "it was seen", 1024)
+HERE = Terms("cuda:sm_90", "bfloat16", "plain")
 ALL_CHOSEN = 512  # tokens: 128 entries of 4
 
 
 def side(latents: str, keys: str) -> dict[str, Any]:
     values = {
+        "device": "cuda:0",
         "compute_dtype": "bfloat16",
         "activations": "plain",
         "weights_residency": "quantised",
@@ -37,6 +48,8 @@ def record(keys: str = "fp8", date: str = "2025-06-01T10:00:00", passed: bool = 
     return {
         "date": date,
         "held_out": True,
+        "machine": {"gpus": [{"capability": [9, 0]}]},
+        "needles": {"count": 32},
         "longest": ALL_CHOSEN + 1,
         "divergence": {"tokens": 5000, "kl": 7.7e-4, "perplexity_rise": 7e-4, "top1": 0.98},
         "verdict": {"passed": passed, "thresholds": dict(LIMITS)},
@@ -55,6 +68,7 @@ def test_a_record_proves_the_formats_of_its_second_side() -> None:
     ("path", "value", "doubt"),
     [
         (("longest",), ALL_CHOSEN, "up to 512 tokens no index key decides anything"),
+        (("needles", "count"), 0, "no needle was looked for"),
         (("held_out",), False, "drawn at random"),
         (("sides", "B", "receipt", "settings", "load_format"), "dummy", "drawn at random"),
         (("divergence", "tokens"), 2047, "2047 predicted tokens are fewer"),
@@ -116,7 +130,7 @@ def test_the_latest_verdict_on_a_pair_of_formats_counts(model: Path, tmp_path: P
     key = model_key(model, settings)
 
     def found() -> str | None:
-        proof = cache_proof(model, PEBBLE, settings, kept)
+        proof = cache_proof(model, PEBBLE, settings, HERE, kept)
         return None if proof is None else proof.index_keys
 
     assert found() is None
@@ -134,19 +148,43 @@ def test_the_latest_verdict_on_a_pair_of_formats_counts(model: Path, tmp_path: P
     assert found() is None
 
 
+def test_a_verdict_counts_on_such_a_device_in_such_formats(model: Path, tmp_path: Path) -> None:
+    kept, settings = tmp_path / "kept", EngineSettings()
+    key = model_key(model, settings)
+    on_cpu = record(date="2025-06-02", passed=False)
+    for name in ("A", "B"):
+        on_cpu["sides"][name]["receipt"]["plan"]["device"]["value"] = "cpu"
+    keep(record(), key, kept)
+    keep(on_cpu, key, kept)  # later, and of another device
+    assert cache_proof(model, PEBBLE, settings, HERE, kept) is not None
+    for other in (
+        Terms("cpu", "bfloat16", "plain"),
+        Terms("cuda:sm_100", "bfloat16", "plain"),
+        Terms("cuda:sm_90", "float32", "plain"),
+        Terms("cuda:sm_90", "bfloat16", "fp8"),
+    ):
+        assert cache_proof(model, PEBBLE, settings, other, kept) is None
+
+
+def test_a_much_longer_context_than_was_judged_is_said() -> None:
+    assert too_short(1024, 4095) == ""
+    said = "judged on prompts of up to 1,024 tokens; this plan's context is 1,048,576"
+    assert too_short(1024, 2**20) == said
+
+
 def test_another_checkpoint_or_part_of_it_has_no_verdict(model: Path, tmp_path: Path) -> None:
     kept, settings = tmp_path / "kept", EngineSettings()
     keep(record(), model_key(model, settings), kept)
     cut = EngineSettings(hf_overrides={"num_hidden_layers": 2})
-    assert cache_proof(model, PEBBLE, cut, kept) is None
+    assert cache_proof(model, PEBBLE, cut, HERE, kept) is None
     dummy = EngineSettings(load_format="dummy")
-    assert cache_proof(model, PEBBLE, dummy, kept) is None
-    assert cache_proof(Path("deepseek-v4-flash"), PEBBLE, settings, kept) is None
-    assert cache_proof(model, PEBBLE, settings, kept) is not None
+    assert cache_proof(model, PEBBLE, dummy, HERE, kept) is None
+    assert cache_proof(Path("deepseek-v4-flash"), PEBBLE, settings, HERE, kept) is None
+    assert cache_proof(model, PEBBLE, settings, HERE, kept) is not None
     (model / "model.safetensors").write_bytes(b"12346")
-    assert cache_proof(model, PEBBLE, settings, kept) is None
+    assert cache_proof(model, PEBBLE, settings, HERE, kept) is None
     (model / "model.safetensors").write_bytes(b"123456")
-    assert cache_proof(model, PEBBLE, settings, kept) is None
+    assert cache_proof(model, PEBBLE, settings, HERE, kept) is None
 
 
 def test_a_verdict_that_others_may_have_written_does_not_count(model: Path, tmp_path: Path) -> None:
@@ -154,9 +192,9 @@ def test_a_verdict_that_others_may_have_written_does_not_count(model: Path, tmp_
     keep(record(), model_key(model, settings), kept)
     assert kept.stat().st_mode & 0o077 == 0
     kept.chmod(0o770)
-    assert cache_proof(model, PEBBLE, settings, kept) is None
+    assert cache_proof(model, PEBBLE, settings, HERE, kept) is None
     kept.chmod(0o700)
-    assert cache_proof(model, PEBBLE, settings, kept) is not None
+    assert cache_proof(model, PEBBLE, settings, HERE, kept) is not None
 
 
 def test_weights_that_were_trained_on_are_another_checkpoint(model: Path) -> None:

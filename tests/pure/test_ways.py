@@ -24,7 +24,7 @@ from metainfer.plan.settings import EngineSettings
 from metainfer.plan.ways import collective_ways
 from metainfer.plan.wire_proof import WireProof, wire_dtype, wire_judged, wire_proof
 from tests.fakes.machines import make_machine
-from tests.pure.test_proof import record, side
+from tests.pure.test_proof import HERE, record, side
 
 MACHINE = make_machine()
 PEBBLE = read_arch("pebble")
@@ -143,6 +143,7 @@ def test_one_kernel_is_never_taken_for_more_than_it_holds() -> None:
 
 def verdict(wire: str = "fp8", date: str = "2026-02-01", ranks: int = 2, **more: Any) -> Any:
     made = copy.deepcopy(record(date=date, **more))
+    made["needles"]["count"] = 0  # sums need none
     for name, travels in (("A", "plain"), ("B", wire)):
         one = side("bfloat16", "bfloat16")
         one["receipt"]["plan"] |= {
@@ -176,7 +177,7 @@ def test_the_latest_verdict_on_a_wire_counts(tmp_path: Path) -> None:
     assert key is not None
 
     def found(settings: EngineSettings = two) -> str | None:
-        proof = wire_proof(tmp_path, settings, tmp_path)
+        proof = wire_proof(tmp_path, settings, HERE, tmp_path)
         return None if proof is None else proof.wire
 
     assert found() is None
@@ -194,7 +195,7 @@ def test_the_latest_verdict_on_a_wire_counts(tmp_path: Path) -> None:
 
 
 def test_a_flag_wins_then_a_verdict_then_plain_sums() -> None:
-    seen = WireProof("int8", 2, "it was seen")
+    seen = WireProof("int8", 2, "it was seen", 1024)
     asked = EngineSettings(wire_dtype="fp8")
 
     def chosen(settings: EngineSettings, found: WireProof | None) -> tuple[str, Origin, str]:
@@ -219,6 +220,6 @@ def test_8_bits_that_cannot_be_are_refused() -> None:
     odd = replace(PEBBLE, hidden_size=200)
     with pytest.raises(UserError, match="128 numbers share a scale, and the rows of .* have 200"):
         wire_dtype(odd, asked, 2, None)
-    assert wire_dtype(odd, EngineSettings(), 2, WireProof("fp8", 2, "")).value == "plain"
+    assert wire_dtype(odd, EngineSettings(), 2, WireProof("fp8", 2, "", 1024)).value == "plain"
     with pytest.raises(UserError, match="--wire-dtype fp4 is not one of plain, fp8, int8"):
         EngineSettings(wire_dtype="fp4")
