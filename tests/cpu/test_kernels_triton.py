@@ -45,7 +45,7 @@ def leaves_out(op: str, case: Any, variant: str, capability: tuple[int, int]) ->
 
 
 def marks_of(op: str, number: int, capability: tuple[int, int]) -> tuple[Any, ...]:
-    """Experts whose codes are decoded by integers take longest; one case of them is for the soak."""
+    """Experts whose codes are decoded by integers take longest: one case is for the soak."""
     late = op == "moe.experts_fp8_rows" and number == 0 and capability == (8, 0)
     return (pytest.mark.soak,) if late else ()
 
