@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "metainfer"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "lab").rglob("*.md")]
+PAGES += (ROOT / "recipes").glob("*.md")
 MOST_LINES = 400
 
 
