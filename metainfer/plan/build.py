@@ -38,6 +38,7 @@ from metainfer.plan.ranks import (
 )
 from metainfer.plan.settings import EngineSettings, Residency
 from metainfer.plan.streams import shared_expert_stream
+from metainfer.plan.threads import threads_of
 from metainfer.plan.tuning import Tuning, tuned_kernels
 from metainfer.plan.wire_proof import WireProof
 
@@ -109,9 +110,8 @@ def build_plan(
         rank_gpus(machine, fixed.gpu, rank_count(settings))  # says where they are too few
     sizes = fit_memory(machine, arch, settings, fixed)
     _refuse_more_than_there_is(machine, settings, fixed, sizes)
-    plan = _plan(
-        machine, settings, target, chosen, fixed.gpu, sizes, tuned_kernels(settings, tuning)
-    )
+    tuned = tuned_kernels(settings, tuning)
+    plan = _plan(machine, settings, target, chosen, fixed.gpu, sizes, tuned)
     return _with_reach(plan, proof, wire_proof)
 
 
@@ -177,7 +177,7 @@ def _choose(
     served = _Served(arch, settings, proof)
     device = _device(machine, served, capabilities)
     _refuse_contradictions(arch, settings)
-    group = choose_group(arch, settings, target, _threads(machine, settings, target), wire_proof)
+    group = choose_group(arch, settings, target, threads_of(machine, settings, target), wire_proof)
     formats = choose_formats(machine, arch, settings, capabilities, proof)
     residency, kernel_order = _residency(served, capabilities)
     return _Chosen(
@@ -398,19 +398,3 @@ def _kernel_order(served: _Served, capabilities: Capabilities) -> Value[str]:
     if capabilities.target.type != "cpu" and slow:
         reason += f"; slow references are allowed and run for {', '.join(slow)}"
     return Value(order, Origin.FLAG, reason)
-
-
-def _threads(machine: Machine, settings: EngineSettings, target: Target) -> Value[int]:
-    if target.type != "cpu":
-        return Value(0, Origin.DEFAULT, "steps run on the accelerator")
-    if settings.threads is not None:
-        logical = machine.cpu.logical_cores
-        if settings.threads > logical:
-            raise UserError(
-                f"--threads {settings.threads} is more than the {logical} that the cores open to"
-                " this process run at once",
-                hint=f"give at most {logical}, or leave it out",
-            )
-        return Value(settings.threads, Origin.FLAG, "given with --threads")
-    cores = machine.cpu.physical_cores
-    return Value(cores, Origin.MEASURED, "one per physical core that this process may use")
