@@ -316,7 +316,7 @@ def _warn_of_reach(plan: Plan, found: CacheProof | WireProof) -> None:
     said = too_short(found.longest, plan.max_model_len.value)
     used = [value.value for value in values if value.reason.startswith(found.reason)]
     if said and used:
-        _log.warning("%s: %s", " and ".join(dict.fromkeys(used)), said)
+        _log.warning("%s rests on shorter prompts: %s", " and ".join(dict.fromkeys(used)), said)
 
 
 def _loaded(
